@@ -1,9 +1,9 @@
-"""From how many tokens bulk copies are the faster kernels, by number of multiprocessors: what PPLX_COMM_BULK_TOKENS should be.
+"""From how many tokens the large kernels are faster, by number of multiprocessors: what PPLX_COMM_LARGE_TOKENS should be.
 
 mpirun -n 2 --bind-to none python bench/crossover.py --wire fp8 --num-sms 8,16,24,32,all --json crossover.json
 
-Each point is measured with both kernels, one after the other, in graphs, on the same inputs. Bulk copies win from the least number
-of tokens on at which, and at all larger ones, they are no slower. The kernels that ran are asked what they were.
+Each point is measured with both kernels, one after the other, in graphs, on the same inputs. The large ones win from the least
+number of tokens on at which, and at all larger ones, they are no slower. The kernels that ran are asked what they were.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from bench.harness.world import World
 from bench.proxy import markdown
 from pplx_comm._version import __version__
 
-VARIABLE = "PPLX_COMM_BULK_TOKENS"
-KERNELS = {"plain": 1 << 30, "bulk": 1}
+VARIABLE = "PPLX_COMM_LARGE_TOKENS"
+KERNELS = {"plain": 1 << 30, "large": 1}
 """Their names, and the setting that makes every step theirs."""
 TOKENS = (128, 256, 384, 512, 640, 768, 896, 1024, 1536, 2048, 4096)
 
@@ -47,15 +47,15 @@ class Both:
     num_sms: int | None
     us: dict[str, dict[str, Figure]] = field(default_factory=dict)
 
-    def bulk_wins(self, phase: str) -> bool:
-        return self.us["bulk"][phase].p50 <= self.us["plain"][phase].p50
+    def large_wins(self, phase: str) -> bool:
+        return self.us["large"][phase].p50 <= self.us["plain"][phase].p50
 
 
 def wins_from(points: Sequence[Both], phase: str) -> int | None:
-    """Tokens from which on bulk copies are no slower. None: they are slower at the largest size. points: of one num_sms."""
+    """Tokens from which on the large kernels are no slower. None: they are slower at the largest size. points: of one num_sms."""
     found = None
     for point in sorted(points, key=lambda one: one.tokens, reverse=True):
-        if not point.bulk_wins(phase):
+        if not point.large_wins(phase):
             break
         found = point.tokens
     return found
@@ -72,12 +72,12 @@ def crossovers(points: Sequence[Both]) -> list[dict[str, Any]]:
 
 def table(options: Options, world: World, points: Sequence[Both], device: str) -> str:
     o = options
-    cells = [["SMs", "tokens", *(f"{phase}, {kernel}" for phase in FUSED for kernel in KERNELS), "bulk/plain"]]
+    cells = [["SMs", "tokens", *(f"{phase}, {kernel}" for phase in FUSED for kernel in KERNELS), "large/plain"]]
     for point in points:
         us = [f"{point.us[kernel][phase].p50:.1f}" for phase in FUSED for kernel in KERNELS]
-        trip = point.us["bulk"]["round trip"].p50 / point.us["plain"]["round trip"].p50
+        trip = point.us["large"]["round trip"].p50 / point.us["plain"]["round trip"].p50
         cells.append([report.sms(point.num_sms), str(point.tokens), *us, f"{trip:.2f}"])
-    wins = [["SMs", *(f"{phase}: bulk from, tokens" for phase in FUSED)]]
+    wins = [["SMs", *(f"{phase}: large from, tokens" for phase in FUSED)]]
     for one in crossovers(points):
         wins.append([report.sms(one["num_sms"]), *("never" if n is None else str(n) for n in one["from"].values())])
     return "\n".join([
@@ -89,7 +89,7 @@ def table(options: Options, world: World, points: Sequence[Both], device: str) -
 
 def record(options: Options, world: World, points: Sequence[Both], arguments: list[str]) -> dict[str, Any]:
     wins = crossovers(points)
-    return {**report.origin(options, world, arguments), "points": [asdict(point) for point in points], "bulk_wins": wins}
+    return {**report.origin(options, world, arguments), "points": [asdict(point) for point in points], "large_wins": wins}
 
 
 @contextlib.contextmanager
@@ -129,9 +129,9 @@ def _point(size: gpu.Size, options: Options, world: World, device: Any, point: B
             a2a = world.all_or_none(lambda: size.open(world.comm, options.transports[0], point.num_sms), f"{kernel} kernels")
         with a2a:
             point.us[kernel] = size.kernels(a2a)
-            ran = device.bulk_launches(a2a)
-        if (ran > 0) != (kernel == "bulk"):
-            raise Wrong(f"{point.tokens} tokens: {ran} launches by bulk copies, where {kernel} kernels were asked for")
+            ran = device.large_launches(a2a)
+        if (ran > 0) != (kernel == "large"):
+            raise Wrong(f"{point.tokens} tokens: {ran} large launches, where {kernel} kernels were asked for")
     return point
 
 

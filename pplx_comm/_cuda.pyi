@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import pplx_comm._core
 import typing
-__all__: list[str] = ['Exchange', 'ExpertOutputs', 'HostHeap', 'Launch', 'Outputs', 'PlanLayout', 'Result', 'SharedMemory', 'StreamEvent', 'Tokens', 'clear', 'device_count', 'driver_version', 'gdrcopy_refusal', 'leave_blank', 'many_tokens', 'output_layout', 'pci_address', 'plan_layout', 'runtime_version', 'write_ordering']
+__all__: list[str] = ['Exchange', 'ExpertOutputs', 'HostHeap', 'Launch', 'Outputs', 'PlanLayout', 'Result', 'SharedMemory', 'StreamEvent', 'Tokens', 'clear', 'device_count', 'driver_version', 'fetches_rows', 'gdrcopy_refusal', 'leave_blank', 'large_tokens', 'output_layout', 'pci_address', 'plan_layout', 'runtime_version', 'write_ordering']
 class Launch:
     """
     The halves to launch and their stream; addresses of the plan and of the dispatch's results.
@@ -15,7 +15,7 @@ class Launch:
         ...
 class Tokens:
     """
-    Inputs of a dispatch: addresses, 0 for none, and strides in bytes. A receive half takes the count alone.
+    Inputs of a dispatch: addresses, 0 for none, and strides in bytes. A receive half takes the count alone, in pieces all.
     """
     def __init__(self, *, count: int, x: int = 0, stride: int = 0, ids: int = 0, wide_ids: bool = False, weights: int = 0, scales: int = 0, scale_row_stride: int = 0, scale_stride: int = 0) -> None:
         ...
@@ -27,7 +27,7 @@ class Outputs:
         ...
 class ExpertOutputs:
     """
-    Inputs of a combine: addresses, 0 for none, and a stride in bytes. A receive half takes uses_weights alone.
+    Inputs of a combine: addresses, 0 for none, and a stride in bytes. A receive half takes uses_weights alone, in pieces all.
     """
     def __init__(self, *, expert_out: int = 0, stride: int = 0, rows: int = 0, weighted: bool, uses_weights: bool, weights: int = 0, tail: int = 0, tail_rows: int = 0) -> None:
         ...
@@ -89,7 +89,7 @@ class HostHeap(pplx_comm._core.Carried):
         Bytes of host memory.
         """
 class Exchange:
-    def __init__(self, config: pplx_comm._core.Config, own: SharedMemory, peers: collections.abc.Mapping[int, SharedMemory], remote: collections.abc.Sequence[int], proxied: bool, blocks_on_gpu: bool, gdrcopy: bool, device: int, timeout: float, num_sms: int, many_tokens: int, sending_share: int) -> None:
+    def __init__(self, config: pplx_comm._core.Config, own: SharedMemory, peers: collections.abc.Mapping[int, SharedMemory], remote: collections.abc.Sequence[int], proxied: bool, blocks_on_gpu: bool, gdrcopy: bool, device: int, timeout: float, num_sms: int, large_tokens: int, sending_share: int) -> None:
         ...
     def await_experts(self, launch: Launch, first: int, count: int) -> None:
         """
@@ -153,10 +153,10 @@ class Exchange:
         True if the proxy raises its words in GPU memory.
         """
     @property
-    def bulk_combines(self) -> int:
+    def large_combines(self) -> int:
         ...
     @property
-    def bulk_dispatches(self) -> int:
+    def large_dispatches(self) -> int:
         ...
     @property
     def generation(self) -> int:
@@ -167,9 +167,9 @@ class Exchange:
         Memory that the proxy carries for; None inside a node.
         """
     @property
-    def many_tokens(self) -> int:
+    def large_tokens(self) -> int:
         """
-        Steps of this many tokens go by bulk copies, where any do.
+        Steps of this many tokens or more are large, where any are.
         """
     @property
     def memory(self) -> SharedMemory:
@@ -209,6 +209,10 @@ def driver_version() -> int:
     """
     The CUDA version of the driver (13000 is 13.0); 0 without one.
     """
+def fetches_rows(config: pplx_comm._core.Config, device: int, num_sms: int) -> bool:
+    """
+    True if combines of many tokens fetch rows from lent memory. num_sms: 0: all.
+    """
 def gdrcopy_refusal(device: int) -> str | None:
     """
     Why arrival words cannot lie in that GPU's memory; None: they can.
@@ -217,9 +221,9 @@ def leave_blank(config: pplx_comm._core.Config, heap: SharedMemory) -> None:
     """
     Makes the places of the rows that come back as peers must find them.
     """
-def many_tokens(config: pplx_comm._core.Config, device: int, num_sms: int) -> int:
+def large_tokens(config: pplx_comm._core.Config, device: int, num_sms: int) -> int:
     """
-    The number of tokens from which steps should go by bulk copies on this GPU. num_sms: 0: all.
+    The number of tokens from which steps should be large on this GPU. num_sms: 0: all.
     """
 def output_layout(config: pplx_comm._core.Config) -> pplx_comm._core.OutputLayout:
     """

@@ -58,11 +58,12 @@ class AllToAll:
     slot_bytes: the most bytes for the dispatch and combine blocks of a step that a rank receives. If blocks of max_tokens_per_rank
         rows do not fit, those of more rows than fit go in pieces; steps of up to 256 tokens a rank never do. Then inputs must
         stay unchanged until the receive half returns, and all ranks make their receive calls in the same order, each kind in the
-        order of the steps. None: no limit.
+        order of the steps. On a GPU replicas need whole blocks. None: no limit.
     lent_outputs: with device="cuda" and Compact(), up to this number of live dispatches get a peer-readable d.expert_out. In a
-        combine of many tokens on few multiprocessors, peers fetch what experts have written there, without another copy. A
-        reference to d, d.expert_out or a view of it keeps that memory; where none is free, a dispatch has none. Graphs keep what
-        they were captured with, and may have it in common.
+        combine of many tokens on few multiprocessors (num_sms=, alike on all ranks), peers fetch what experts have written there,
+        without another copy; where experts write elsewhere, it is slower than without lent_outputs. A reference to d, d.expert_out
+        or a view of it keeps that memory; where none is free, a dispatch has none. Graphs keep what they were captured with, and
+        may have it in common.
     hooks: dispatches have d.planned and d.arrived, for kernels that begin on rows before all have come, and take expert_groups=.
         On a GPU that costs a small launch per dispatch, and its kernels leave 4 multiprocessors free.
     num_sms: limits the grid of CUDA kernels; for the CPU device PPLX_COMM_THREADS limits the threads. AllToAlls on streams that
@@ -301,8 +302,8 @@ class AllToAll:
         proxy: the proxy's counters, and the bytes of each of its NICs; only where there is one.
         rows_sent, rows_received, bytes_sent, bytes_received: to and from other ranks; only on CPUs.
         dispatch_send_seconds, dispatch_recv_seconds, combine_send_seconds, combine_recv_seconds: only on CPUs.
-        bulk_tokens: steps of this many tokens or more go by bulk copies; only on GPUs.
-        bulk_dispatches, bulk_combines: launches by bulk copies; only on GPUs.
+        large_tokens: steps of this many tokens or more take the large kernels; only on GPUs.
+        large_dispatches, large_combines: launches of large kernels; only on GPUs.
         lent_dispatches: those that had memory of lent_outputs=; only on GPUs.
         """
         return self._steps.stats()

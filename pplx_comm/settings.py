@@ -181,9 +181,9 @@ class Settings:
         "PPLX_COMM_PLACEMENT", _one_of("auto", "host", "device"), "'auto', 'host' or 'device'",
         "Where the blocks for other nodes lie, where placement= says nothing", value="auto", default="auto",
     )  # fmt: skip
-    bulk_tokens: int = _variable(
-        "PPLX_COMM_BULK_TOKENS", _whole(1, 2**31), "1 to 2^31",
-        "On GPUs of one node, steps of at least this number of tokens go by bulk copies; the same on all ranks", value=0,
+    large_tokens: int = _variable(
+        "PPLX_COMM_LARGE_TOKENS", _whole(1, 2**31), "1 to 2^31",
+        "On GPUs of one node, steps of at least this number of tokens take the large kernels; the same on all ranks", value=0,
         default="by GPU, num_sms and shape: src/cuda/common/tuning.h",
     )  # fmt: skip
     sending_share: int = _variable(

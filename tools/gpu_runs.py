@@ -115,7 +115,7 @@ FIGURES = (
     ),
     launched(
         "crossover",
-        "from how many tokens bulk copies win, by multiprocessors",
+        "from how many tokens the large kernels win, by multiprocessors",
         4,
         "bench/crossover.py --wire fp8 --layout compact --tokens 128,256,384,512,768,1024 --num-sms 8,16,24,32,all",
     ),

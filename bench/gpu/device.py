@@ -64,10 +64,10 @@ class Cuda:
     def no_stamps(self, a2a: Any) -> None:
         a2a._steps.device.core.stamp(0, 0)
 
-    def bulk_launches(self, a2a: Any) -> int:
-        """Launches of dispatches and combines that went by bulk copies."""
+    def large_launches(self, a2a: Any) -> int:
+        """Launches of large dispatches and combines."""
         stats = a2a.stats()
-        return int(stats["bulk_dispatches"] + stats["bulk_combines"])
+        return int(stats["large_dispatches"] + stats["large_combines"])
 
     def ping(self, rounds: int) -> list[float]:
         """Microseconds from the host to the GPU and back."""

@@ -69,7 +69,8 @@ class DeviceDispatched(Dispatched):
     plan: DevicePlan
     step = -1
     inputs: tuple[Any, ...] = ()
-    """In pieces: the receive half reads them. They live as long as the handle: its kernel may still read when the call returns."""
+    """In pieces: the arguments of the send half, which the receive half takes again, and the tensors that they point to. Those live
+    as long as the handle: a kernel may still read when the call returns."""
     weighted = False
     """True if a plan in the buffer has weights."""
 
@@ -162,8 +163,8 @@ class Cuda:
     def stats(self) -> dict[str, Any]:
         core = self.core
         return {
-            "steps": core.steps, "bulk_tokens": core.many_tokens, "bulk_dispatches": core.bulk_dispatches,
-            "bulk_combines": core.bulk_combines, "lent_dispatches": self._lender.lent,
+            "steps": core.steps, "large_tokens": core.large_tokens, "large_dispatches": core.large_dispatches,
+            "large_combines": core.large_combines, "lent_dispatches": self._lender.lent,
         }  # fmt: skip
 
     def end_calls(self) -> None:
@@ -229,7 +230,7 @@ class Cuda:
         else:
             d.receiving = threading.Lock()  # wanted soon
             if self._in_pieces:
-                d.inputs = x, weights, x_scale
+                d.inputs = given, x, weights, x_scale
         if plan is None and weights is not None:
             d.weighted = True
         if self._lends or self._hooks is not None:
@@ -358,7 +359,8 @@ class Cuda:
     def dispatch_recv(self, d: Dispatched) -> None:
         assert isinstance(d, DeviceDispatched)
         self._check_generation("dispatch_recv", d)
-        self.core.dispatch(self._hooked_launch(_core.RECV, d), self._tokens(count=d.tokens))
+        given = d.inputs[0] if d.inputs else self._tokens(count=d.tokens)
+        self.core.dispatch(self._hooked_launch(_core.RECV, d), given)
         d.received = True
 
     # ---- combine -----------------------------------------------------------------------------------------------------
@@ -397,7 +399,7 @@ class Cuda:
             c = DeviceCombining(d, out, accumulate, tail_out)
             c.y, c.y_stride, c.uses_weights = y, y_stride, weights is not None
             if self._in_pieces:
-                c.inputs = expert_out, weights, tail
+                c.inputs = given, expert_out, weights, tail
             return c
         if y is not out:
             out.copy_(y[:, : self._hidden])
@@ -450,7 +452,7 @@ class Cuda:
         d = c.dispatched
         assert isinstance(d, DeviceDispatched)
         self._check_generation("combine_recv", d)
-        outputs = self._expert_outputs(weighted=True, uses_weights=c.uses_weights)
+        outputs = c.inputs[0] if c.inputs else self._expert_outputs(weighted=True, uses_weights=c.uses_weights)
         self.core.combine(self._launch(_core.RECV, d), outputs, self._result(d.tokens, c.y, c.y_stride, c.accumulate, c.tail))
         if c.y is not c.out:
             c.out.copy_(c.y[:, : self._hidden])

@@ -96,6 +96,11 @@ def make_config(
                 f"slot_bytes={slot_bytes} must be at least {c.least_slot_bytes} here: steps of up to 256 tokens a rank never go "
                 "in pieces"
             )
+        if c.in_pieces and replicas > 1 and on_gpu:
+            raise Error(
+                f"replicas={replicas} with device='cuda' needs whole blocks, and slot_bytes={slot_bytes} cuts them in pieces: "
+                f"give slot_bytes at least {c.whole_slot_bytes}, or leave it out"
+            )
     integer("lent_outputs", lent_outputs, 0, 64)
     if lent_outputs and not isinstance(layout, Compact):
         raise Error(f"lent_outputs={lent_outputs} is for layout=pc.Compact(): in other layouts a row has several places")
@@ -243,6 +248,6 @@ class Arguments:
             "node_size": self.node_size,
             "in_flight": self.in_flight, "replicas": self.replicas, "slot_bytes": self.slot_bytes,
             "lent_outputs": self.lent_outputs, "timeout": self.timeout,
-            "scale_layout": self.scale_layout, "first_step": config.first_step, "PPLX_COMM_BULK_TOKENS": settings.bulk_tokens,
+            "scale_layout": self.scale_layout, "first_step": config.first_step, "PPLX_COMM_LARGE_TOKENS": settings.large_tokens,
             "PPLX_COMM_PART_BYTES": settings.part_bytes,
         })  # fmt: skip

@@ -60,7 +60,7 @@ def make_gpu_exchange(
     assert gpu is not None
     attempts = Attempts()
     kernels = attempts.run(nvshmem.usable_kernels if request.by_kernels else cuda_module)
-    heaps, apart, many_tokens = _map_heaps(control, request, peers, kernels, attempts)
+    heaps, apart, large_tokens = _map_heaps(control, request, peers, kernels, attempts)
     proxied = proxied or bool(apart)
     peers = peers.apart_from({rank for rank in peers.mapped if (control.rank, rank) in apart or (rank, control.rank) in apart})
     heaps.of_peers = {rank: heap for rank, heap in heaps.of_peers.items() if rank in peers.mapped}
@@ -76,7 +76,7 @@ def make_gpu_exchange(
         lambda: proxied and blocks_on_gpu(request, list(localities.values()), list(localities).index(control.rank))
     )
     arguments: list[Any] = [config, heaps.own, heaps.of_peers, peers.remote, proxied, bool(on_gpu), request.settings.gdrcopy, gpu]
-    arguments += [request.timeout, request.num_sms, many_tokens, request.settings.sending_share]
+    arguments += [request.timeout, request.num_sms, large_tokens, request.settings.sending_share]
     if request.by_kernels and (symmetric is None or symmetric.puts):
         arguments += _where_blocks_are(symmetric)
     exchange = attempts.run(lambda: kernels.Exchange(*arguments))  # type: ignore[union-attr]
@@ -101,19 +101,21 @@ def _where_blocks_are(symmetric: Symmetric | None) -> list[Any]:
 def _map_heaps(
     control: ControlPlane, request: Request, peers: Peers, kernels: Any, attempts: Attempts
 ) -> tuple[Heaps, dict[tuple[int, int], str], int]:
-    """Collective. Also which ranks of a node do not reach each other, and why; and from how many tokens on steps go by bulk copies,
+    """Collective. Also which ranks of a node do not reach each other, and why; and from how many tokens on steps are large,
     which is one number for all ranks, whatever their GPUs and num_sms are."""
     config, timeout, gpu = request.config, request.patience, request.gpu
     assert gpu is not None
     own = attempts.run(lambda: _allocate(config, kernels, gpu, f"the blocks of an AllToAll on rank {control.rank}"))
     described = attempts.run(lambda: describe(own))  # type: ignore[arg-type]
-    many = attempts.run(lambda: request.settings.bulk_tokens or kernels.many_tokens(config, gpu, request.num_sms))
+    many = attempts.run(lambda: request.settings.large_tokens or kernels.large_tokens(config, gpu, request.num_sms))
+    fetches = attempts.run(lambda: kernels.fetches_rows(config, gpu, request.num_sms))
     with contextlib.ExitStack() as held:
         fds = attempts.run(lambda: [own.descriptor()] if own.has_descriptor else [])  # type: ignore[union-attr]
         held.callback(close_all, fds or [])
-        mine = {"error": attempts.error, "memory": described, "many_tokens": many}
+        mine = {"error": attempts.error, "memory": described, "large_tokens": many, "fetches": fetches}
         answers = agree(control, "AllToAll: memory", mine, timeout)
-        many_tokens = max(answer["many_tokens"] for answer in answers if answer is not None)
+        large_tokens = max(answer["large_tokens"] for answer in answers if answer is not None)
+        _check_fetches(config, [answer["fetches"] for answer in answers if answer is not None])
         descriptions = {rank: answers[rank]["memory"] for rank in peers.mapped}  # type: ignore[index]
         opened = attempts.run(lambda: _open_all(control, kernels, fds or [], gpu, descriptions))
     # The rank is text: JSON has no other keys.
@@ -122,7 +124,15 @@ def _map_heaps(
     assert opened is not None
     apart = {(a, int(b)): why for a, answer in enumerate(answers) if answer is not None for b, why in answer["refused"].items()}
     _check_apart(request, apart)
-    return Heaps(own, opened.heaps), apart, many_tokens
+    return Heaps(own, opened.heaps), apart, large_tokens
+
+
+def _check_fetches(config: _core.Config, fetches: list[bool]) -> None:
+    if any(fetches) and not all(fetches):
+        raise Error(
+            f"lent_outputs={config.lent}: peers fetch the rows of rank {fetches.index(True)}, and rank {fetches.index(False)} "
+            "stores them, since its num_sms is larger: give all ranks the same num_sms="
+        )
 
 
 def _allocate(config: _core.Config, kernels: Any, gpu: int, what: str) -> _cuda.SharedMemory:

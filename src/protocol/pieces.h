@@ -16,14 +16,14 @@
 // A word of another step or another generation counts no pieces, so none of them is ever reset.
 //
 // GPUs cut a step by tokens, not each block by rows: the kernels of a rank cannot wait for one peer's piece while another
-// peer waits for them. Round k is tokens [k * S, (k + 1) * S) of every rank that has more than a step of few has; a token sends a peer one
-// row at most, so S rows are room enough. A rank that sends whole blocks, as in a step of few, sends them in round 0.
+// peer waits for them. Round k is tokens [k * S, (k + 1) * S) of every rank; a token sends a peer one row at most, so S rows are room
+// enough. A rank without tokens has a round without rows.
 //
 //   places    a slot has 2 * S rows behind one header. Rows of round k take those from (k mod 2) * S on, in their order, so a row of a slot has
 //             its parts where rows of whole blocks have them
 //   rows      each has an arrival word: pieces_word(), with round + 1 in place of a number of pieces. What a round left is no other's
 //   rounds    rounds[set][source][round], tagged pieces: how many of the source's rows come before that round, and in the first one how
-//             many rounds there are. A source whose rows show by themselves has none: its blocks are whole
+//             many rounds there are
 //   consumed  consumed[set][op][peer] for even rounds, pieces[set][op][peer] for odd ones: pieces_word() with how many rounds the peer has
 //             read, of this rank and of all others. Read before round k is sent to that peer; k - 1 is asked for
 //

@@ -10,14 +10,14 @@ constexpr ManyTokens kLines[] = {{{132, 24, 8192, 4}, 1500}, {{132, 132, 8192, 4
 
 // The first line that holds, none of whose bounds is exceeded.
 void check_lines() {
-  CHECK_EQ(many_tokens(kLines, {132, 8, 4096, 2}), 1500u);
-  CHECK_EQ(many_tokens(kLines, {132, 24, 8192, 4}), 1500u);
-  CHECK_EQ(many_tokens(kLines, {132, 25, 8192, 4}), 700u);
-  CHECK_EQ(many_tokens(kLines, {148, 24, 8192, 4}), 900u);
-  CHECK_EQ(many_tokens(kLines, {148, 24, 8192, 4, true}), 4000u);
+  CHECK_EQ(large_tokens(kLines, {132, 8, 4096, 2}), 1500u);
+  CHECK_EQ(large_tokens(kLines, {132, 24, 8192, 4}), 1500u);
+  CHECK_EQ(large_tokens(kLines, {132, 25, 8192, 4}), 700u);
+  CHECK_EQ(large_tokens(kLines, {148, 24, 8192, 4}), 900u);
+  CHECK_EQ(large_tokens(kLines, {148, 24, 8192, 4, true}), 4000u);
   for (const StepShape& beyond : {StepShape{132, 132, 8208, 4}, StepShape{132, 132, 8192, 5}, StepShape{114, 24, 8192, 4},
                                   StepShape{132, 24, 8192, 4, true}, StepShape{}})
-    CHECK_EQ(many_tokens(kLines, beyond), kManyTokensElsewhere);
+    CHECK_EQ(large_tokens(kLines, beyond), kManyTokensElsewhere);
 }
 
 // A line that an earlier one hides says nothing; of one whose launches have more multiprocessors than the GPU, nothing was measured.
@@ -29,9 +29,9 @@ void check_table() {
       const StepShape &a = before.most, &b = line.most;
       CHECK(a.gpu_sms != b.gpu_sms || a.sums != b.sums || a.sms < b.sms || a.row_bytes < b.row_bytes || a.world < b.world);
     }
-    CHECK_EQ(many_tokens(line.most), line.tokens);
+    CHECK_EQ(large_tokens(line.most), line.tokens);
   }
-  CHECK_EQ(many_tokens(StepShape{}), kManyTokensElsewhere);
+  CHECK_EQ(large_tokens(StepShape{}), kManyTokensElsewhere);
 }
 
 }  // namespace

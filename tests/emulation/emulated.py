@@ -294,7 +294,7 @@ def by_bulk(me: Any, module: str, case: Case) -> list[int]:
         stats = a2a.stats()
         steps = [step for step in runner.steps if len(step.tokens[me.rank].ids) > 0]
         combined = [step for step in steps if not step.released]
-        for name, wanted in (("bulk_dispatches", len(steps)), ("bulk_combines", len(combined))):
+        for name, wanted in (("large_dispatches", len(steps)), ("large_combines", len(combined))):
             outcomes.must(stats[name] >= wanted, name, stats[name], "of", wanted)
         return [len(steps), len(combined)]
 
@@ -315,7 +315,7 @@ def none_by_bulk(me: Any, module: str, case: Case, apart: list[tuple[int, int]])
     with gpu_cases.unreachable(me, apart), rank_cases.open_all_to_all(me, case, **where) as a2a:
         rank_cases.Runner(me, case, a2a).run()
         stats = a2a.stats()
-        for name in ("bulk_dispatches", "bulk_combines"):
+        for name in ("large_dispatches", "large_combines"):
             outcomes.must(stats[name] == 0, name, stats[name])
         return list(a2a._steps.session.wiring.peers.remote)
 

@@ -11,6 +11,8 @@ from emulation_cases import BULK, ON_X86_64, case_of, module, numbers, run_refus
 from harness import Crew, seed
 from open_step_cases import small_case
 
+import pplx_comm as pc
+
 pytestmark = [ON_X86_64, pytest.mark.slow]
 
 
@@ -18,7 +20,7 @@ pytestmark = [ON_X86_64, pytest.mark.slow]
 @pytest.mark.parametrize("world", [1, 2, 4])
 def test_bulk_copies(world: int, least: int) -> None:
     """Ranks with fewer tokens take the other way, in the same step."""
-    with Crew(world, {"PPLX_COMM_BULK_TOKENS": str(least)}) as crew:
+    with Crew(world, {"PPLX_COMM_LARGE_TOKENS": str(least)}) as crew:
         for number in numbers(8):
             crew.run("emulated:call", module(), "rank_cases:exchange", case_of(26_000 + 1000 * least, number, world, "mapped"))
 
@@ -55,7 +57,7 @@ def test_some_thread_blocks_send_and_others_receive(share: int, room: int) -> No
 )
 def test_explain_names_the_kernels_of_a_step(layout: str, large: str) -> None:
     case = Case(seed(), 2, num_experts=8, top_k=2, hidden=64, max_tokens=8, layout=layout, steps=1)
-    with Crew(2, {"PPLX_COMM_BULK_TOKENS": "4", "PPLX_EMULATION_SMS": "7"}) as crew:
+    with Crew(2, {"PPLX_COMM_LARGE_TOKENS": "4", "PPLX_EMULATION_SMS": "7"}) as crew:
         for of_one, of_all in crew.run("emulated:explained", module(), case):
             assert [launch["kernel"] for launch in of_one] == ["decode::dispatch", "decode::combine"]
             assert [launch["kernel"] for launch in of_all] == ["large::dispatch", large]
@@ -102,7 +104,7 @@ def test_bulk_copies_of_compact_rows(world: int, room: int) -> None:
 @pytest.mark.parametrize(("world", "room", "many"), [(1, 7, 1), (2, 1, 1), (2, 7, 30), (4, 2, 12), (4, 7, 1), (9, 7, 5)])
 def test_rows_that_peers_fetch(world: int, room: int, many: int) -> None:
     """Some of what experts make lies in the library's own memory. Rows of several parts, and of ranks with few tokens, among them."""
-    environment = {"PPLX_COMM_BULK_TOKENS": str(many), "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}
+    environment = {"PPLX_COMM_LARGE_TOKENS": str(many), "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}
     with Crew(world, environment) as crew:
         cases = [("fp8", "row", 64, 150), ("native", "row", 64, 90), ("mxfp8", "tma", 320, 60), ("fp8", "tma", 20480, 20)]
         for number, (wire, scale_layout, hidden, tokens) in enumerate(cases):
@@ -112,6 +114,14 @@ def test_rows_that_peers_fetch(world: int, room: int, many: int) -> None:
                 lent_outputs=(2, 1, 1, 3)[number],
             )  # fmt: skip
             crew.run("emulated:call", module(), "rank_cases:exchange", case, timeout=200)
+
+
+def test_ranks_of_which_one_would_fetch_are_refused() -> None:
+    with Crew(2, {"PPLX_EMULATION_SMS": "64"}) as crew:
+        usual = {"device": "cuda", "lent_outputs": 1, "layout": pc.Compact()}
+        for r in crew.run("emulated:call", module(), "misuse_cases:construct", usual, {1: {"num_sms": 8}}, {}):
+            assert r.get("is_error") and not r["is_peer"], r
+            assert "lent_outputs=1: peers fetch the rows of rank 1, and rank 0 stores them" in r["message"], r
 
 
 def test_memory_that_is_lent_and_held() -> None:
@@ -160,7 +170,7 @@ def test_bulk_copies_of_sums_of_many_rows(room: int) -> None:
 
 def test_bulk_copies_beside_rows_that_show() -> None:
     """Rows that are only copied, of sources with many; those of sources with few go out tile by tile, from the same memory."""
-    with Crew(4, {"PPLX_COMM_BULK_TOKENS": "10"}) as crew:
+    with Crew(4, {"PPLX_COMM_LARGE_TOKENS": "10"}) as crew:
         for number in numbers(4):
             case = Case(
                 seed() + number, 4, num_experts=8, top_k=3, hidden=2048, max_tokens=24, layout="compact", crowd="uneven", steps=4
@@ -171,7 +181,7 @@ def test_bulk_copies_beside_rows_that_show() -> None:
 @pytest.mark.parametrize("layout", ["ragged", "compact"])
 def test_few_rows_of_ranks_with_many_tokens(layout: str) -> None:
     """Rows that come back have arrival words, though a block has fewer of them than a rank with few tokens may have."""
-    with Crew(4, {"PPLX_COMM_BULK_TOKENS": "20"}) as crew:
+    with Crew(4, {"PPLX_COMM_LARGE_TOKENS": "20"}) as crew:
         for number, crowd in enumerate(("full", "uneven")):
             case = Case(seed() + number, 4, num_experts=8, top_k=1, hidden=272, max_tokens=30, layout=layout, crowd=crowd, steps=4)
             crew.run("emulated:call", module(), "rank_cases:exchange", case)
@@ -180,14 +190,14 @@ def test_few_rows_of_ranks_with_many_tokens(layout: str) -> None:
 @pytest.mark.parametrize("wire", ["native", "fp8"])
 def test_bulk_copies_of_any_bits(wire: str) -> None:
     """Places are blank again for what comes after."""
-    with Crew(2, {"PPLX_COMM_BULK_TOKENS": "10"}) as crew:
+    with Crew(2, {"PPLX_COMM_LARGE_TOKENS": "10"}) as crew:
         case = Case(seed(), 2, num_experts=8, top_k=3, hidden=272, max_tokens=20, wire=wire)
         crew.run("emulated:call", module(), "gpu_cases:rows_that_look_blank", case, 6)
 
 
 def test_long_rows_of_many_from_ranks_with_few() -> None:
     """A rank with few tokens returns rows with arrival words, too, when it got many. Warps have five runs of strips of each."""
-    with Crew(2, {"PPLX_COMM_BULK_TOKENS": "12"}) as crew:
+    with Crew(2, {"PPLX_COMM_LARGE_TOKENS": "12"}) as crew:
         for number, crowd in enumerate(("one_has_none", "uneven", "one_has_all", "uneven")):
             case = Case(seed() + number, 2, num_experts=6, top_k=2, hidden=9216, max_tokens=24, crowd=crowd, steps=4)
             crew.run("emulated:call", module(), "rank_cases:exchange", case)
@@ -196,7 +206,7 @@ def test_long_rows_of_many_from_ranks_with_few() -> None:
 @pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
 def test_bulk_copies_and_steps_of_few_in_turn(layout: str) -> None:
     """As on the CPU device, in the same memory."""
-    with Crew(2, {"PPLX_COMM_BULK_TOKENS": "30"}) as crew:
+    with Crew(2, {"PPLX_COMM_LARGE_TOKENS": "30"}) as crew:
         case = Case(seed(), 2, num_experts=8, top_k=3, hidden=144, max_tokens=80, wire="fp8", layout=layout, align=4)
         tokens_of = [40, 3, 3, 80, 29, 30, 1, 1, *[40, 5] * 6]
         crew.run("emulated:call", module(), "gpu_cases:both_devices", case, len(tokens_of), tokens_of=tokens_of)

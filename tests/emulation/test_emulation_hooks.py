@@ -21,7 +21,7 @@ def test_hooks(crew: Crews, transport: str) -> None:
 
 @pytest.mark.parametrize("least", [1, 4])
 def test_hooks_of_bulk_copies(least: int) -> None:
-    with Crew(2, {"PPLX_COMM_BULK_TOKENS": str(least)}) as crew:
+    with Crew(2, {"PPLX_COMM_LARGE_TOKENS": str(least)}) as crew:
         for number in numbers(8):
             crew.run("emulated:call", module(), "hook_cases:hooked", case_of(41_000 + 1000 * least, number, 2, "mapped"))
         for number, (wire, dtype, hidden, tokens) in enumerate([("native", "bfloat16", 8192, 30), ("mxfp8", "bfloat16", 64, 300)]):

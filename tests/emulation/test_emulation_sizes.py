@@ -57,8 +57,7 @@ def test_far_rows_between_nodes(few: Crews, transport: str) -> None:
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize("transport", ["mapped", "nvshmem", "proxy:tcp"])
 def test_far_rows_in_pieces(few: Crews, transport: str) -> None:
-    """Ranks with at most 16 tokens send whole blocks by the kernels of few, the others by bulk copies, also between nodes: so
-    docs/tuning.md promises of slot_bytes=."""
+    """Ranks with at most 16 tokens have one round, the others several."""
     case = far_case(5, "padded", "fp8", transport=transport, max_tokens=40, crowd="uneven", steps=8)
     found = few.run("emulated:in_pieces", module(), 16, "size_cases:far_rows", case, timeout=200)
     are_far(case, found)
@@ -81,13 +80,13 @@ def test_ranks_agree_where_many_begin(few: Crews, tuned: list[int]) -> None:
     for number in numbers(3):
         case = Case(seed() * 10 + number, 2, num_experts=8, top_k=3, max_tokens=20, crowd="uneven", steps=6)
         for stats in few.run("emulated:call", module(), "size_cases:agreed", case, tuned, timeout=60):
-            assert stats["bulk_tokens"] == 14, stats
+            assert stats["large_tokens"] == 14, stats
 
 
 @pytest.mark.parametrize("own", ["", "7"])
 def test_where_many_begin(own: str) -> None:
     """As the GPUs would have it, or as the variable says."""
-    with Crew(2, {"PPLX_COMM_BULK_TOKENS": own}) as crew:
+    with Crew(2, {"PPLX_COMM_LARGE_TOKENS": own}) as crew:
         case = Case(seed(), 2, num_experts=8, top_k=3, max_tokens=20, crowd="full", steps=4)
         for stats in crew.run("emulated:call", module(), "size_cases:agreed", case, [9, 30], timeout=60):
-            assert stats["bulk_tokens"] == (7 if own else 30) and (stats["bulk_combines"] > 0) == bool(own), stats
+            assert stats["large_tokens"] == (7 if own else 30) and (stats["large_combines"] > 0) == bool(own), stats

@@ -76,4 +76,4 @@ def beside(me: Any, case: Case, rounds: int) -> list[int]:
             steps.check_combined(inputs, me.rank, y, f"round {n}")
             must(all(word >> 31 for word in d.arrived.tolist()), "all words are raised")
         stats = a2a.stats()
-        return [stats["bulk_dispatches"], stats["bulk_combines"]]
+        return [stats["large_dispatches"], stats["large_combines"]]

@@ -23,7 +23,7 @@ def drawn(size: str, number: int, world: int, transport: str) -> Case:
         return case
     r = random.Random(f"pieces {number}")
     case = replace(
-        case, max_tokens=case.replicas * r.randint(257, 400), num_experts=r.choice([world, 3 * world]), top_k=r.choice([1, 2, 3]),
+        case, replicas=1, max_tokens=r.randint(257, 400), num_experts=r.choice([world, 3 * world]), top_k=r.choice([1, 2, 3]),
         hidden=16 * r.choice([1, 3, 9, 33]), steps=3,
     )  # fmt: skip
     return in_pieces(case, on_gpu=True)

@@ -18,7 +18,7 @@ from size_cases import are_far, far_case
 
 BY_BULK = GPUS > 0 and torch.cuda.get_device_capability()[0] >= 9
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not BY_BULK, reason="no GPU with bulk copies")]
-BULK = {"PPLX_COMM_BULK_TOKENS": "1"}
+BULK = {"PPLX_COMM_LARGE_TOKENS": "1"}
 
 
 @pytest.fixture(scope="module", params=APART or [1], ids=lambda n: f"ep{n}")
@@ -49,7 +49,7 @@ def test_random_shapes(few: Crews) -> None:
 
 @pytest.mark.parametrize("least", ["4", "40"])
 def test_some_ranks_have_few(least: str) -> None:
-    with Crew(max(APART), {"PPLX_COMM_BULK_TOKENS": least}) as crew:
+    with Crew(max(APART), {"PPLX_COMM_LARGE_TOKENS": least}) as crew:
         for number in range(40):
             case = random_case(seed() * 100_000 + 80_000 + number, max(APART), ("mapped",))
             crew.run("gpu_cases:exchange", replace(case, max_tokens=max(case.max_tokens, 64)))

@@ -74,7 +74,7 @@ def test_soak(crew: Crew, wire: str, hidden: int, tokens: int, steps: int) -> No
 )
 def test_soak_by_bulk_copies(module: str, wire: str, hidden: int, tokens: int, least: int) -> None:
     """All steps, or those of at least `least` tokens, go by bulk copies, and the others in the places that they leave."""
-    with Crew(RANKS, {"PPLX_TEST_CUDA": module, "PPLX_COMM_CUDA_FUZZ": str(seed()), "PPLX_COMM_BULK_TOKENS": str(least)}) as crew:
+    with Crew(RANKS, {"PPLX_TEST_CUDA": module, "PPLX_COMM_CUDA_FUZZ": str(seed()), "PPLX_COMM_LARGE_TOKENS": str(least)}) as crew:
         case = Case(seed(), RANKS, num_experts=16, top_k=4, hidden=hidden, max_tokens=tokens, wire=wire, first_step=2**32 - 500)
         assert crew.run("gpu_cases:soak", case, 4_000 if tokens < 100 else 500, timeout=600) == [0] * RANKS
 
@@ -94,15 +94,6 @@ def test_pieces_in_a_chaos(module: str, transport: str) -> None:
             seed(), RANKS, num_experts=16, top_k=2, hidden=512, max_tokens=900, crowd="uneven", steps=6, transport=transport
         )
         crew.run("gpu_cases:exchange", in_pieces(case, on_gpu=True), timeout=300)
-
-
-@pytest.mark.parametrize("transport", ["mapped", *(["proxy:shm", "mixed:tcp"] if RANKS >= 4 else [])])
-@pytest.mark.parametrize(("routing", "tokens"), [("uniform", 2401), ("sparse", 1800)])
-def test_pieces_of_replicas(crew: Crew, routing: str, tokens: int, transport: str) -> None:
-    case = Case(
-        seed(), RANKS, num_experts=16, top_k=2, hidden=512, max_tokens=tokens, routing=routing, crowd="uneven", steps=12, replicas=2
-    )
-    crew.run("gpu_cases:exchange", in_pieces(replace(case, transport=transport), on_gpu=True), timeout=300)
 
 
 def test_soak_of_replicas(crew: Crew) -> None:

@@ -51,13 +51,6 @@ def test_a_kernel_beside_a_step_in_pieces(crew: Crews, layout: str, transport: s
         assert dispatches > 20 and combines >= 20
 
 
-@pytest.mark.parametrize("layout", ["ragged", "padded"])
-def test_a_kernel_beside_a_step_of_replicas_in_pieces(crew: Crews, layout: str) -> None:
-    case = small_case(seed(), crew.world_size, 1, layout=layout, hidden=2048, max_tokens=2049, align=128, replicas=2)
-    for dispatches, combines in crew.run("hook_kernels:beside", in_pieces(case, on_gpu=True), 20, timeout=200):
-        assert dispatches > 20 and combines >= 20
-
-
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
 def test_hooks_of_pieces_in_a_graph(crew: Crews, transport: str) -> None:
     case = small_case(seed(), crew.world_size, 1, layout="padded", hidden=1024, max_tokens=1024, transport=transport)

@@ -128,67 +128,6 @@ def test_gradients(through: str, layout: str, transport: str) -> None:
             assert max(errors.values()) < 1e-5, errors
 
 
-# ---- replicas
-
-RANKS = 4 if max(WORLDS) >= 4 else 2  # fewer GPUs are shared
-OF_REPLICAS = ["mapped", *(["mixed:tcp", "proxy:shm"] if RANKS == 4 else [])]
-GROUPS = [g for g in (2, 4) if g <= RANKS]
-
-
-def of_replicas(case: Case, replicas: int, transport: str = "mapped") -> Case:
-    """Each sends the tokens that it would without the others."""
-    return pieces(replace(case, max_tokens=replicas * case.max_tokens, replicas=replicas, transport=transport, slot_bytes=None))
-
-
-@pytest.mark.parametrize("replicas", GROUPS)
-@pytest.mark.parametrize("transport", OF_REPLICAS)
-def test_random_shapes_of_replicas(transport: str, replicas: int) -> None:
-    if transport != "mapped" and replicas == RANKS:
-        pytest.skip("a group is of one node")
-    with Crew(RANKS) as crew:
-        for number in range(12):
-            case = of_replicas(random_large(200 + number, RANKS), replicas, transport)
-            crew.run("gpu_cases:exchange", case, timeout=300)
-
-
-@pytest.mark.parametrize("transport", OF_REPLICAS)
-@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
-@pytest.mark.parametrize("wire", WIRES)
-def test_replicas_as_on_the_cpu(wire: str, layout: str, transport: str) -> None:
-    """Among 513 tokens the first replica has enough that its blocks go in pieces, the second one does not."""
-    with Crew(RANKS) as crew:
-        tokens_of = [4096, 513, 128, 3001, 1, 513, 512, 0, 1800]
-        case = of_replicas(large(RANKS, wire, layout, tokens=2048), 2, transport)
-        crew.run("gpu_cases:both_devices", case, len(tokens_of), tokens_of=tokens_of, timeout=300)
-
-
-@pytest.mark.parametrize("num_sms", [1, 8])
-def test_replicas_of_few_multiprocessors(num_sms: int) -> None:
-    with Crew(RANKS) as crew:
-        crew.run("gpu_cases:both_devices", of_replicas(large(RANKS, tokens=2048), 2), 3, num_sms=num_sms, timeout=300)
-
-
-@pytest.mark.parametrize("transport", OF_REPLICAS)
-def test_soak_of_replicas(transport: str) -> None:
-    with Crew(RANKS) as crew:
-        crew.run("gpu_cases:both_devices", of_replicas(large(RANKS, tokens=1024), 2, transport), 100, timeout=600)
-
-
-@pytest.mark.parametrize("transport", OF_REPLICAS)
-def test_replicas_among_replays(transport: str) -> None:
-    with Crew(RANKS) as crew:
-        case = of_replicas(replace(small_case(seed(), RANKS, 1), max_tokens=900), 2, transport)
-        crew.run("open_step_cases:interleaved", case, list(range(3)), 12, timeout=300)
-
-
-@pytest.mark.parametrize("kind", ["ids", "tokens", "accumulate"])
-def test_replicas_apart(kind: str) -> None:
-    with Crew(RANKS) as crew:
-        case = of_replicas(Case(seed(), RANKS, num_experts=16, hidden=512, max_tokens=700), 2)
-        for r in crew.run("gpu_cases:on_gpu", "failure_cases:replicas_apart", case, kind, timeout=100):
-            assert r.get("is_peer") and not r["is_timeout"], r
-
-
 # ---- deaths
 
 

@@ -273,7 +273,7 @@ MUTANTS = [
     ),
     Mutant(
         "dealt: a place of the ring is taken while adders read it",
-        "src/cuda/large/ring.cuh",
+        "src/cuda/large/adders.cuh",
         "      if (place_.turn != 0) await_turn(ring_.used",
         "      if (place_.turn > 1u << 30) await_turn(ring_.used",
         "rows that come are added up in place of those that were there",
@@ -385,7 +385,7 @@ MUTANTS = [
         "          bulk_await_stored<1>();  // the place",
         "          bulk_await_stored<3>();  // the place",
         "the peer gets what comes next",
-        "pieces_of_ranks_with_few and mapped or whole_steps_in_turn and compact",
+        "whole_steps_in_turn and compact",
         "_cuda",
     ),
     Mutant(
@@ -394,7 +394,7 @@ MUTANTS = [
         "    copies_ = copies;\n    if (threadIdx.x % 32 == 0) bulk_await_stored<0>();\n",
         "    copies_ = copies;\n",
         "the last parts of a run are overwritten by what is added up for the next one",
-        "pieces_of_ranks_with_few and mapped",
+        "test_rows_that_peers_fetch",
         "_cuda",
     ),
     Mutant(
@@ -617,7 +617,7 @@ MUTANTS = [
     ),
     Mutant(
         "far rows of sums: 32 bits to an own row",
-        "src/cuda/large/ring.cuh",
+        "src/cuda/large/adders.cuh",
         "(place == kNone ? 0 : place) * a_.expert_stride;",
         "(place == kNone ? 0 : place) * static_cast<std::uint32_t>(a_.expert_stride);",
         "rows of expert_out beyond 4 GiB are read among the first ones",

@@ -1,4 +1,4 @@
-"""Bugs of blocks in pieces, of their hooks and of replicas among them. run_emulation.py plants them."""
+"""Bugs of blocks in pieces, and of their hooks. run_emulation.py plants them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,6 @@ PIECES = "test_pieces_by_kernels"
 RESET_PIECES = "test_pieces_after_a_reset and nvshmem"
 LATE_PIECE, WRONG_PIECE = "a_piece_that_lands_after_its_generation", "a_piece_that_is_not_the_next"
 HOOKS = "test_hooks_of_pieces and mapped and not resident and not graph"
-REPLICAS, MIXED = "test_replicas_in_pieces and 2-2-mapped", "replicas_of_which_one_has_many and ragged-2-mapped"
 
 MUTANTS = [
     Mutant(
@@ -126,16 +125,6 @@ MUTANTS = [
         f"{ERROR} and pieces",
     ),
     Mutant(
-        "hooks: a row of a round is counted before it is placed",
-        "src/cuda/rounds/decode_dispatch.cuh",
-        "  place_copies(a, r, arrived, quantised(k.c.wire) && part == k.parts - 1);\n",
-        "  if (kHooks) count_placed(a, r.place, a.hooks.part_units), __nanosleep(100000);\n"
-        "  place_copies(a, r, arrived, quantised(k.c.wire) && part == k.parts - 1);\n",
-        "a block's word is raised while its last row is being stored",
-        HOOKS,
-        "_cuda",
-    ),
-    Mutant(
         "hooks: a row of many tokens is counted before it is placed",
         "src/cuda/large/receive.cuh",
         "#pragma unroll 1\n    for (std::uint32_t begin = 0; begin < k_.payload_bytes;",
@@ -170,97 +159,6 @@ MUTANTS = [
         "zero_padding<false>(",
         "a block with padding is never raised",
         HOOKS,
-        "_cuda",
-    ),
-    Mutant(
-        "replicas: rows are of the first tokens",
-        "src/cuda/rounds/large_send.cuh",
-        "      const std::uint64_t given = token_of<false>(k_, plan_.bounds[chunk_ % 2].first + token_);\n",
-        "      const std::uint64_t given = plan_.bounds[chunk_ % 2].first + token_;\n",
-        "all replicas send the tokens of the first, under the names of their own",
-        REPLICAS,
-        "_cuda",
-    ),
-    Mutant(
-        "replicas: ids are of the first tokens",
-        "src/cuda/rounds/plan.cuh",
-        "    loaded.load<true>(a_, chunk);\n",
-        "    loaded.load<false>(a_, chunk);\n",
-        "tokens go where others were to go",
-        REPLICAS,
-        "_cuda",
-    ),
-    Mutant(
-        "replicas: a plan keeps the weights of its own tokens alone",
-        "src/cuda/extras/replicas_of_chunks.cuh",
-        "    if (a.weights != nullptr) a.plan.weights[i] = a.weights[i];\n",
-        "    if (a.weights != nullptr && k.slice.has(k.top_k.divide(i))) a.plan.weights[i] = a.weights[i];\n",
-        "a caller that asks a plan for its weights gets what the memory held",
-        "test_plans_of_replicas_in_pieces",
-        "_cuda",
-    ),
-    Mutant(
-        "replicas: ids of the last chunk are not compared",
-        "src/cuda/plan/chunk_plan.cuh",
-        "    if (k.slice.of > 1) digest_chunk(a, number);\n",
-        "    if (k.slice.of > 1 && number + 1 < a.chunks) digest_chunk(a, number);\n",
-        "a replica that passes other ids there goes unnoticed",
-        "test_replicas_apart_in_pieces and ids and mapped",
-        "_cuda",
-    ),
-    Mutant(
-        "replicas: digests add up over steps",
-        "src/cuda/plan/chunk_plan.cuh",
-        "    if (threadIdx.x == 0) *a.pieces.digest = 0;\n",
-        "    if (threadIdx.x == 0) *a.pieces.digest += 0;\n",
-        "one that counts afresh, since it has few tokens, is said to differ",
-        MIXED,
-        "_cuda",
-    ),
-    Mutant(
-        "replicas: the tokens of all decide on the kernel of a dispatch",
-        "src/cuda/host/launch.cpp",
-        "  if (a.own < common_.word_rows) return false;",
-        "  if (a.tokens < common_.word_rows) return false;",
-        "its combine, which goes by a rank's own, waits for rows of another kind",
-        MIXED,
-        "_cuda",
-    ),
-    Mutant(
-        "replicas: theirs are taken before all own are added up",
-        "src/cuda/rounds/large_combine.cu",
-        "    const bool good = a.recv && combiner.receive_rounds();\n",
-        "    if (!kPlain && a.recv && k.slice.of > 1) combiner.take_from_replicas();\n"
-        "    const bool good = a.recv && combiner.receive_rounds();\n",
-        "replicas wait for each other",
-        REPLICAS,
-        "_cuda",
-    ),
-    Mutant(
-        "replicas: headers of finished rows are not looked at",
-        "src/cuda/rounds/large_combine.cu",
-        "    if (!kPlain && a.recv && k.slice.of > 1) receive_slice_headers(a, step);\n",
-        "",
-        "one that accumulates beside one that does not goes unnoticed",
-        "test_replicas_apart_in_pieces and accumulate and mapped",
-        "_cuda",
-    ),
-    Mutant(
-        "replicas: a token's floats stay where they came",
-        "src/cuda/large/combiner.cuh",
-        "take_tail<true>(a_, step_, token, n, row, rank);",
-        "take_tail<false>(a_, step_, token, n, row, rank);",
-        "the others wait for them",
-        "test_gradients_of_replicas_in_pieces and recipe and mapped",
-        "_cuda",
-    ),
-    Mutant(
-        "replicas: the last tile of a finished row is not taken",
-        "src/cuda/large/combiner.cuh",
-        "    const std::uint32_t strips = (k_.row_bytes + kSumTileBytes - 1) / kSumTileBytes, units",
-        "    const std::uint32_t strips = max(1u, k_.row_bytes / kSumTileBytes), units",
-        "the end of long rows is what the output held",
-        "test_long_rows_of_replicas_in_pieces",
         "_cuda",
     ),
 ]

@@ -49,7 +49,7 @@ class Cpu:
 
     def no_stamps(self, a2a: AllToAll) -> None: ...
 
-    def bulk_launches(self, a2a: AllToAll) -> int:
+    def large_launches(self, a2a: AllToAll) -> int:
         return int(opened[id(a2a)][0]) * 7
 
     def ping(self, rounds: int) -> list[float]:
@@ -99,7 +99,7 @@ class Cpu:
 
 
 def took(by_bulk: bool, tokens: int, num_sms: int | None) -> tuple[int, int]:
-    """Nanoseconds of a dispatch and of a combine. crossover.py: by bulk copies, both take 4 and 3 us whatever there is to carry; else
+    """Nanoseconds of a dispatch and of a combine. crossover.py: large ones both take 4 and 3 us whatever there is to carry; else
     a dispatch takes 1 us a token, and a combine half, on 8 multiprocessors twice as long."""
     if program != "crossover":
         return 3000, 5000
@@ -108,7 +108,7 @@ def took(by_bulk: bool, tokens: int, num_sms: int | None) -> tuple[int, int]:
 
 
 opened: dict[int, tuple[bool, int, int | None]] = {}
-"""AllToAlls: whether by bulk copies; tokens; multiprocessors."""
+"""AllToAlls: whether they are large; tokens; multiprocessors."""
 right_open = gpu.Size.open
 
 

@@ -5,13 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-import torch
-from cases import DTYPES, Case
+from cases import Case
 from chaos_cases import counted
 from failure_cases import until_failure
-from outcomes import mistake, must, raised
+from outcomes import mistake, raised
 from rank_cases import Good, Runner, end_of, open_all_to_all
-from reference import same_bits
 
 
 def out_of_order(me: Any, case: Case) -> tuple[str, str]:
@@ -32,25 +30,6 @@ def out_of_order(me: Any, case: Case) -> tuple[str, str]:
         runner.combine_recv(0, sent[0])
         runner.combine_recv(1, sent[1])
         return first, second
-
-
-def plan_of_replicas(me: Any, case: Case) -> None:
-    """A plan has the weights of all tokens, also those that its replica sends; and the same routing goes again by it."""
-    g = torch.Generator().manual_seed(case.seed + me.rank // case.replicas)
-    shape = (case.max_tokens, case.top_k)
-    with open_all_to_all(me, case) as a2a:
-        x = torch.randn((case.max_tokens, case.hidden), generator=g).to(DTYPES[case.dtype])
-        weights = torch.rand(shape, generator=g)
-        d = a2a.dispatch(x, torch.randint(-1, case.num_experts, shape, generator=g), weights)
-        kept = d.plan.topk_weights
-        must(kept is not None and same_bits(kept, weights), "the plan's weights")
-        first = [t.clone() for t in (d.x, d.counts, d.weights) if t is not None]
-        d.release()
-        again = a2a.dispatch(x, plan=d.plan)
-        rows = int(again.counts.sum())
-        must(same_bits(again.counts, first[1]) and same_bits(again.x[:rows], first[0][:rows]), "rows by the plan")
-        must(again.weights is not None and same_bits(again.weights[:rows], first[2][:rows]), "weights by the plan")
-        again.release()
 
 
 def does_not_come(me: Any, case: Case, phase: str) -> dict[str, Any] | None:

@@ -115,7 +115,7 @@ def found(runner: FarRunner) -> dict[str, int]:
     shape, stats = runner.case.shape, runner.a2a.stats()
     element = runner.farthest * shape.hidden
     size = 1 if shape.quantised else shape.dtype.itemsize
-    return {"element": element, "byte": element * size, "bulk": stats.get("bulk_combines", 0)}
+    return {"element": element, "byte": element * size, "bulk": stats.get("large_combines", 0)}
 
 
 def far_rows(me: Any, case: Case) -> dict[str, int]:
@@ -147,12 +147,12 @@ def mapped_pages(me: Any, case: Case) -> dict[str, int]:
 def agreed(me: Any, case: Case, tuned: list[int]) -> dict[str, int]:
     """A case on GPUs of which each would have steps go by bulk copies from another number of tokens on: what they agreed on."""
     kernels = cuda_module()
-    before = kernels.many_tokens
-    setattr(kernels, "many_tokens", lambda config, device, num_sms: tuned[me.rank])  # noqa: B010
+    before = kernels.large_tokens
+    setattr(kernels, "large_tokens", lambda config, device, num_sms: tuned[me.rank])  # noqa: B010
     try:
         with rank_cases.open_all_to_all(me, case) as a2a:
             Runner(me, case, a2a).run()
             stats: dict[str, int] = a2a.stats()
             return stats
     finally:
-        setattr(kernels, "many_tokens", before)  # noqa: B010
+        setattr(kernels, "large_tokens", before)  # noqa: B010

@@ -41,9 +41,9 @@ def test_after_close(crew: Crews, case: Case) -> None:
     crew.run("misuse_cases:after_close", case)
 
 
-def test_bulk_tokens_that_differ(crew: Crews) -> None:
-    for r in crew.run("misuse_cases:construct", {}, {}, {1: {"PPLX_COMM_BULK_TOKENS": "5"}}):
-        assert r["is_error"] and "PPLX_COMM_BULK_TOKENS" in r["message"] and "rank 1" in r["message"], r
+def test_large_tokens_that_differ(crew: Crews) -> None:
+    for r in crew.run("misuse_cases:construct", {}, {}, {1: {"PPLX_COMM_LARGE_TOKENS": "5"}}):
+        assert r["is_error"] and "PPLX_COMM_LARGE_TOKENS" in r["message"] and "rank 1" in r["message"], r
 
 
 def test_odd_views(crew: Crews) -> None:

@@ -99,9 +99,9 @@ def test_latency_of_a_gpu_up_to_its_cuda_calls(tmp_path: Path) -> None:
 
 
 def test_crossover(tmp_path: Path) -> None:
-    """Dispatches of 1 us a token beside 4 us by bulk copies, combines of 0.5 beside 3; on 8 multiprocessors plain ones take twice that."""
+    """Dispatches of 1 us a token beside 4 us of large ones, combines of 0.5 beside 3; on 8 multiprocessors plain ones take twice that."""
     record, _ = written_by(tmp_path, ON_CPU, "crossover", "none", *GPU, *TINY, "--tokens", "9,2,5,3", "--num-sms", "all,8")
-    assert record["bulk_wins"] == [
+    assert record["large_wins"] == [
         {"num_sms": 8, "from": {"dispatch": 2, "combine": 3, "round trip": 3}},
         {"num_sms": None, "from": {"dispatch": 5, "combine": 9, "round trip": 5}},
     ]
@@ -122,7 +122,7 @@ def test_overlap(tmp_path: Path) -> None:
         ("latency", "dispatch", "d.src_token", ["--iters", "4", "--peers", "none"]),
         ("latency", "none", "proxy:nosuch is off", ["--transport", "proxy:nosuch", "--peers", "none"]),
         ("latency", "combine", "combine: y[0, 0]", ["--peers", "none", *GPU]),
-        ("crossover", "deaf", "0 launches by bulk copies, where bulk kernels were asked for", ["--num-sms", "all", *GPU]),
+        ("crossover", "deaf", "0 large launches, where large kernels were asked for", ["--num-sms", "all", *GPU]),
         ("overlap", "later", "is not the one of the first round", [*OVERLAP, "--num-sms", "2", "--gemm", "compute"]),
     ],
 )

@@ -25,7 +25,7 @@ def test_values() -> None:
     assert read(Settings, {"PPLX_COMM_NICS": " a, b,"}).nics == ("a", "b")
     assert not read(Settings, {"PPLX_COMM_GDRCOPY": "0"}).gdrcopy
     assert read(Settings, {"PPLX_COMM_SHARD_BYTES": "300", "PPLX_COMM_THREADS": "3"}) == Settings(shard_bytes=300, threads=3)
-    assert read(Settings, {}).bulk_tokens == 0 and read(Settings, {"PPLX_COMM_BULK_TOKENS": "512"}).bulk_tokens == 512
+    assert read(Settings, {}).large_tokens == 0 and read(Settings, {"PPLX_COMM_LARGE_TOKENS": "512"}).large_tokens == 512
 
 
 @pytest.mark.parametrize(
@@ -41,8 +41,8 @@ def test_values() -> None:
         (Settings, "PPLX_COMM_THREADS", "100000", "1 to 1024"),
         (Settings, "PPLX_COMM_ENDPOINTS", "two", "1 to 16"),
         (Settings, "PPLX_COMM_ENDPOINTS", str(2**40), "1 to 16"),
-        (Settings, "PPLX_COMM_BULK_TOKENS", "0", "1 to"),
-        (Settings, "PPLX_COMM_BULK_TOKENS", str(2**64), "1 to"),
+        (Settings, "PPLX_COMM_LARGE_TOKENS", "0", "1 to"),
+        (Settings, "PPLX_COMM_LARGE_TOKENS", str(2**64), "1 to"),
         (Settings, "PPLX_COMM_CUDA_FUZZ", "9" * 5000, "an integer"),
         (Settings, "PPLX_COMM_SENDING_SHARE", "101", "1 to 100"),
         (Settings, "PPLX_COMM_SHARD_BYTES", "1e6", "1 to"),

@@ -102,7 +102,7 @@ T* pointer(Address address) {
 std::shared_ptr<Exchange> make_exchange(const Config& config, std::shared_ptr<SharedMemory> own,
                                         const std::map<std::uint32_t, std::shared_ptr<SharedMemory>>& peers,
                                         const std::vector<std::uint32_t>& remote, bool proxied, bool blocks_on_gpu, bool gdrcopy,
-                                        int device, double timeout, std::uint32_t num_sms, std::uint32_t many_tokens, std::uint32_t sending_share
+                                        int device, double timeout, std::uint32_t num_sms, std::uint32_t large_tokens, std::uint32_t sending_share
 #ifdef PPLX_CARRIER
                                         ,
                                         Address symmetric, std::uint64_t symmetric_bytes, const std::vector<std::uint32_t>& pes
@@ -119,7 +119,7 @@ std::shared_ptr<Exchange> make_exchange(const Config& config, std::shared_ptr<Sh
 #ifdef PPLX_CARRIER
   memory.symmetric = {pointer<char>(symmetric), symmetric_bytes, pes};
 #endif
-  return std::make_shared<Exchange>(config, std::move(memory), device, timeout, num_sms, many_tokens, sending_share);
+  return std::make_shared<Exchange>(config, std::move(memory), device, timeout, num_sms, large_tokens, sending_share);
 }
 
 struct PlanLayout {
@@ -133,7 +133,7 @@ void bind_structs(py::module_& m) {
                 Launch::required<&cuda::Launch::plan>("plan"), Launch::required<&cuda::Launch::buffer>("buffer"),
                 Launch::field<&cuda::Launch::hooks>("hooks")});
   using Tokens = BoundStruct<cuda::Tokens>;
-  Tokens::bind(m, "Tokens", "Inputs of a dispatch: addresses, 0 for none, and strides in bytes. A receive half takes the count alone.",
+  Tokens::bind(m, "Tokens", "Inputs of a dispatch: addresses, 0 for none, and strides in bytes. A receive half takes the count alone, in pieces all.",
                {Tokens::required<&cuda::Tokens::count>("count"), Tokens::field<&cuda::Tokens::x>("x"),
                 Tokens::field<&cuda::Tokens::stride>("stride"), Tokens::field<&cuda::Tokens::ids>("ids"),
                 Tokens::field<&cuda::Tokens::wide_ids>("wide_ids"), Tokens::field<&cuda::Tokens::weights>("weights"),
@@ -145,7 +145,7 @@ void bind_structs(py::module_& m) {
                  Outputs::required<&cuda::Outputs::weights>("weights")});
   using ExpertOutputs = BoundStruct<cuda::ExpertOutputs>;
   ExpertOutputs::bind(
-      m, "ExpertOutputs", "Inputs of a combine: addresses, 0 for none, and a stride in bytes. A receive half takes uses_weights alone.",
+      m, "ExpertOutputs", "Inputs of a combine: addresses, 0 for none, and a stride in bytes. A receive half takes uses_weights alone, in pieces all.",
       {ExpertOutputs::field<&cuda::ExpertOutputs::expert_out>("expert_out"), ExpertOutputs::field<&cuda::ExpertOutputs::stride>("stride"),
        ExpertOutputs::field<&cuda::ExpertOutputs::rows>("rows"), ExpertOutputs::required<&cuda::ExpertOutputs::weighted>("weighted"),
        ExpertOutputs::required<&cuda::ExpertOutputs::uses_weights>("uses_weights"),
@@ -190,7 +190,7 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly("pinned_bytes", &HostHeap::pinned_bytes, "Bytes of host memory.");
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange", kLocal)
       .def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("remote"), py::arg("proxied"),
-           py::arg("blocks_on_gpu"), py::arg("gdrcopy"), py::arg("device"), py::arg("timeout"), py::arg("num_sms"), py::arg("many_tokens"),
+           py::arg("blocks_on_gpu"), py::arg("gdrcopy"), py::arg("device"), py::arg("timeout"), py::arg("num_sms"), py::arg("large_tokens"),
            py::arg("sending_share")
 #ifdef PPLX_CARRIER
                ,
@@ -273,11 +273,13 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly("steps", &Exchange::steps)
       .def("made_at", &Exchange::made_at, py::arg("buffer"), "Offset in `memory` of a buffer that peers fetch from.")
       .def_property_readonly("memory", &Exchange::memory, "Memory that peers write into, and fetch from.")
-      .def_property_readonly("bulk_dispatches", &Exchange::bulk_dispatches)
-      .def_property_readonly("bulk_combines", &Exchange::bulk_combines)
-      .def_property_readonly("many_tokens", &Exchange::many_tokens, "Steps of this many tokens go by bulk copies, where any do.");
-  m.def("many_tokens", &tuned_many_tokens, py::arg("config"), py::arg("device"), py::arg("num_sms"),
-        "The number of tokens from which steps should go by bulk copies on this GPU. num_sms: 0: all.");
+      .def_property_readonly("large_dispatches", &Exchange::large_dispatches)
+      .def_property_readonly("large_combines", &Exchange::large_combines)
+      .def_property_readonly("large_tokens", &Exchange::large_tokens, "Steps of this many tokens or more are large, where any are.");
+  m.def("large_tokens", &tuned_large_tokens, py::arg("config"), py::arg("device"), py::arg("num_sms"),
+        "The number of tokens from which steps should be large on this GPU. num_sms: 0: all.");
+  m.def("fetches_rows", &fetches_rows, py::arg("config"), py::arg("device"), py::arg("num_sms"),
+        "True if combines of many tokens fetch rows from lent memory. num_sms: 0: all.");
   m.def(
       "clear", [](const SharedMemory& heap) { clear(heap, nullptr); }, py::arg("heap"), "Makes it as it is when it is new.");
   m.def(

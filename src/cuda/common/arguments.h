@@ -184,10 +184,9 @@ struct ChunkCounts {
 constexpr std::uint32_t chunk_columns(const Config& c) { return static_cast<std::uint32_t>(align_up(c.num_experts + c.world, 8)); }
 
 // How the warps of a launch in pieces claim what they do, all thread blocks in one order, and how many of a round's units are done. By set,
-// device memory: the receive half of a dispatch makes those of combines 0 again, a combine those of the dispatch. CombineAside: with few tokens who
-// looks for room at remote peers, with many the headers for replicas.
-enum class Claim : std::uint32_t { DispatchRecv, CombineSend, CombineRest, CombineRecv, CombineAside };
-inline constexpr std::uint32_t kClaims = 5;
+// device memory: the receive half of a dispatch makes those of combines 0 again, a combine those of the dispatch.
+enum class Claim : std::uint32_t { DispatchRecv, CombineSend, CombineRest, CombineRecv };
+inline constexpr std::uint32_t kClaims = 4;
 constexpr std::uint32_t round_counts(std::uint32_t most) { return kClaims + kPieceOps * most; }
 
 // What an AllToAll in pieces keeps of peers of other nodes (rounds/remote.cuh): device memory, by set, op and peer. Words as pieces_word().
@@ -210,12 +209,11 @@ struct PieceArguments {
   std::uint32_t* counts = nullptr;  // [in_flight][round_counts]
   std::uint32_t* kept = nullptr;  // [world][1 + most], of the handle: rounds of each source, and its rows before each
   RemoteRounds remote;  // none where all peers are of this node
-  unsigned long long* digest = nullptr;  // dispatch, with replicas: of the ids of all tokens that were counted; 0 between launches that send
 };
 
 // What a rank received, kept by the handle: where every choice of every row went. Rows of all sources, back to back.
 struct ReceivedView {
-  std::uint32_t* step = nullptr;  // in an AllToAll in pieces whether any block came so, behind it
+  std::uint32_t* step = nullptr;
   std::uint32_t* overflowed = nullptr;
   std::uint32_t* rows_begin = nullptr;  // [world + 1], by source
   std::uint64_t* many = nullptr;  // sources with so many tokens that their rows of combine have arrival words, a bit each
@@ -244,7 +242,7 @@ struct DispatchHooks {
   std::uint32_t* planned = nullptr;
   std::uint32_t* arrived = nullptr;  // [words]
   std::uint32_t words = 0;
-  std::uint32_t row_units = 1, part_units = 1, bulk_part_units = 1;
+  std::uint32_t row_units = 1, part_units = 1, large_part_units = 1;
 };
 
 struct DispatchArguments {

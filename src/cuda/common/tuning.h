@@ -54,13 +54,13 @@ inline constexpr std::uint32_t kRowsIn = 2, kRowPartBytes = 7168;
 // 70 for 512 elements (seven warps of 2 KB: 2,000 instructions a token, two of 7 KB: 1,300).
 inline constexpr std::uint32_t kTeams = 3, kOfTeam = 2, kQuantiserBytes = 7168;
 inline constexpr std::uint32_t kQuantisers = kTeams * kOfTeam;
-inline constexpr std::uint32_t kDealtWarps = kManyWarps + 1;
+inline constexpr std::uint32_t kLargeWarps = kManyWarps + 1;
 // Tokens on their way in, which leave for registers at once; rows on their way out.
 inline constexpr std::uint32_t kTokensIn = 6, kRowsOut = 12;
 // Warps that store rows, a place of the ring each. A row of 7168 codes is 15 stores of all lanes for each rank that wants it, and none of them waits.
 inline constexpr std::uint32_t kStorers = 3;
 // Tokens that are looked up together; how many such batches are under way, and are told of with one fence at most.
-inline constexpr std::uint32_t kDealtTogether = 4, kBatches = 8;
+inline constexpr std::uint32_t kTokensTogether = 4, kBatches = 8;
 // A GPU has at most so many bytes of rows on their way to peers, though each thread block may have two tokens. The link does not take more, and
 // loads and stores of all multiprocessors would wait for it: 4,096 tokens on all multiprocessors of an H100 took 132 us with 4 MB, 141 with
 // 8 MB, 163 with 2 MB, and 153 when each thread block could have 32 tokens on their way.
@@ -118,7 +118,7 @@ inline constexpr ManyTokens kManyTokens[] = {
 inline constexpr std::uint32_t kManyTokensElsewhere = 768;
 
 template <std::size_t n>
-constexpr std::uint32_t many_tokens(const ManyTokens (&lines)[n], const StepShape& s) {
+constexpr std::uint32_t large_tokens(const ManyTokens (&lines)[n], const StepShape& s) {
   for (const auto& [most, tokens] : lines)
     if (s.gpu_sms == most.gpu_sms && s.sums == most.sums && s.sms <= most.sms && s.row_bytes <= most.row_bytes && s.world <= most.world)
       return tokens;
@@ -126,7 +126,7 @@ constexpr std::uint32_t many_tokens(const ManyTokens (&lines)[n], const StepShap
 }
 // All ranks have the same number, from the first step to the last, since it decides how rows of combine look and which places are blank.
 // So they agree on the largest of theirs, and set_num_sms() leaves it as it is.
-constexpr std::uint32_t many_tokens(const StepShape& s) { return many_tokens(kManyTokens, s); }
+constexpr std::uint32_t large_tokens(const StepShape& s) { return large_tokens(kManyTokens, s); }
 
 // Tokens whose rows are counted together. Long chunks are fewer to add up and to plan, short ones spread the tokens evenly over all
 // multiprocessors, and the first one of two is sent while the other is planned.
@@ -145,8 +145,8 @@ inline constexpr std::uint32_t kTotals = 8;
 
 // Rows of one source that a worker waits for together, at most, in pieces and inside a node: where all of a thread block's workers have few, less, as the
 // last ones to come would be one worker's alone. Runs of 8 in place of 4: 4,096 tokens of Ragged on 24 multiprocessors of two H100 took 291 us in place
-// of 281. And those that a warp of a rank with few tokens claims together in a round.
-inline constexpr std::uint32_t kRowsOfRun = 8, kRowsOfCarriedRun = 4, kRowsOfRoundRun = 4;
+// of 281.
+inline constexpr std::uint32_t kRowsOfRun = 8, kRowsOfCarriedRun = 4;
 constexpr std::uint32_t rows_of_run(std::uint32_t rows, std::uint32_t blocks) {
   // No std::min: its reference to a constant of the host is nothing that a kernel can read.
   const std::uint32_t fair = rows / (blocks * kWorkers);
@@ -213,6 +213,6 @@ inline constexpr std::uint32_t kPatientLooks = 20, kBetweenLooksNs = 500;
 // Multiprocessors that steps in flight, or beside kernels of the caller that wait for them, leave to others.
 inline constexpr std::uint32_t kSmsLeft = 4;
 
-inline constexpr std::uint32_t kMostWarps = std::max({kDispatchWarps, kDealtWarps, kCombineWarps});
+inline constexpr std::uint32_t kMostWarps = std::max({kDispatchWarps, kLargeWarps, kCombineWarps});
 
 }  // namespace pplx::cuda

@@ -8,16 +8,6 @@
 namespace pplx::cuda {
 namespace {
 
-template <typename Rounds>
-struct CombineRoundsShared : CombineShared {
-  typename Rounds::Rows rounds[kCombineWarps];
-};
-
-// All blocks are whole. rounds/decode_combine.cuh has the other case.
-struct WholeSums {
-  static constexpr bool kPieces = false;
-};
-
 // By the last warp: whose this block's share is. The others ask when their first sums are ready.
 __device__ inline void claim_own(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
   if (threadIdx.x / 32 != kCombineWarps - 1) return;
@@ -27,11 +17,9 @@ __device__ inline void claim_own(const CombineArguments& a, std::uint32_t step, 
 
 // kPlain: all peers are on this node, there are no replicas, no tails and no weights of combine's own. The other kernels can do all.
 // kSent: vectors of a lane, in a strip that is sent.
-// Rounds: how blocks go back to peers. What comes back to this rank is whole.
-template <typename T, bool kPlain, int kSent, typename Rounds = WholeSums>
+template <typename T, bool kPlain, int kSent>
 __device__ __forceinline__ void run_combine(const CombineArguments& a) {
-  using Shared = std::conditional_t<Rounds::kPieces, CombineRoundsShared<Rounds>, CombineShared>;
-  PPLX_SHARED(Shared, s);
+  PPLX_SHARED(CombineShared, s);
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
   note(k, Stage::CombineBegins);
@@ -39,13 +27,10 @@ __device__ __forceinline__ void run_combine(const CombineArguments& a) {
   if (a.send) load_first_places<kPlain>(a, places);
   const std::uint32_t entry = a.recv ? load_token_row(a, receive_unit(first_of_warp())) : kNone;
   std::uint32_t step = 0;
-  const bool in_rounds = Rounds::kPieces && a.received.step[1] != 0;
   if (!begin_combine(a, step, kCombineWarps, s)) return;
   s.entries[threadIdx.x] = entry;  // registers are for the sums meanwhile
   if (a.recv) begin_to_close(k, step);
-  if constexpr (Rounds::kPieces)
-    if (in_rounds) Rounds::template send<T, kPlain, kSent>(a, step, s, s.rounds[threadIdx.x / 32]);
-  if (a.send && (!in_rounds || a.release)) {
+  if (a.send) {
     const CombineUnits units(a, s);
     const std::uint32_t senders = kCombineWarps - (kPlain && a.recv ? receivers_of_combine(units.all, gridDim.x) : 0);
     claim_own(a, step, s);
@@ -54,7 +39,7 @@ __device__ __forceinline__ void run_combine(const CombineArguments& a) {
     if (threadIdx.x / 32 < senders) send_combine<T, kPlain, kSent>(a, step, units, senders, places, s);
   }
   if (a.recv) {
-    receive_combine<T, kPlain, Rounds::kPieces>(a, step, s);
+    receive_combine<T, kPlain>(a, step, s);
     close_set(k, step);
   }
   note(k, Stage::CombineEnds);

@@ -155,11 +155,11 @@ __device__ inline void receive_headers(const CombineArguments& a, std::uint32_t 
 }
 
 // For each warp.
-template <typename T, bool kPlain, bool kPieces>
+template <typename T, bool kPlain>
 __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
   const Common& k = a.common;
   if constexpr (!kPlain) {
-    if (k.remote != 0) CombineExtras<kPlain>::template receive_headers<kPieces>(a, step);
+    if (k.remote != 0) CombineExtras<kPlain>::receive_headers(a, step);
     if (k.slice.of > 1) {
       if (a.release || CombineExtras<kPlain>::template receive_with_replicas<T>(a, step)) receive_headers<kPlain>(a, step);
       return;

@@ -37,7 +37,7 @@ __global__ void __launch_bounds__(32) await_experts_kernel(const __grid_constant
     const std::uint32_t last = a.first + a.count - 1;
     end = ceil_div(min(static_cast<std::uint32_t>(__ldcg(a.offsets + last) + __ldcg(a.counts + last)), c.max_rows), kHookRows);
   }
-  end = min(end, a.hooks.words);  // nobody knows what a failed dispatch says
+  end = min(end, a.hooks.words);  // a failed dispatch leaves anything there
   for (std::uint32_t word = begin + threadIdx.x; word < end; word += 32)
     if (!await_raised(a, a.hooks.arrived + word)) return;
 }

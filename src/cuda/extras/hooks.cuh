@@ -6,7 +6,7 @@
 
 namespace pplx::cuda {
 
-// For a warp that has stored so many units of a row. `place`: where this lane's choice went, Compact: the row.
+// Counts `units` of a row that this warp has stored. `place`: where this lane's choice went, Compact: the row.
 __device__ inline void count_placed(const DispatchArguments& a, std::uint32_t place, std::uint32_t units) {
   const Config& c = a.common.c;
   const bool mine = place != kNone && (c.layout != LayoutKind::Compact || threadIdx.x % 32 == 0);
@@ -16,14 +16,14 @@ __device__ inline void count_placed(const DispatchArguments& a, std::uint32_t pl
   add_in_order(a.hooks.arrived + hook_word_of(c, place), units);
 }
 
-// For a warp that has cleared whole rows.
+// Counts whole rows that this warp has cleared.
 __device__ inline void count_cleared(const DispatchArguments& a, std::uint32_t begin, std::uint32_t end) {
   __syncwarp();
   for (std::uint32_t place = begin + threadIdx.x % 32; place < end; place += 32)
     add_in_order(a.hooks.arrived + hook_word_of(a.common.c, place), a.hooks.row_units);
 }
 
-// For the warp that has told the caller counts and offsets. rows_of(word): how many rows its block has.
+// Raises the words, by the warp that has told the caller counts and offsets. rows_of(word): how many rows its block has.
 template <typename Rows>
 __device__ inline void raise_planned(const DispatchArguments& a, const Rows& rows_of) {
   __syncwarp();
@@ -35,7 +35,7 @@ __device__ inline void raise_planned(const DispatchArguments& a, const Rows& row
   if (threadIdx.x % 32 == 0) add_in_order(a.hooks.planned, kRaised);
 }
 
-// By all threads of a block, at its end: each block does so after whatever it has counted, so a word that has overflowed is raised again.
+// Raises all words after a failure. All threads of each block call it at their end, so a word that has overflowed is raised again.
 __device__ inline void raise_after_failure(const DispatchArguments& a) {
   __syncthreads();
   if (!stopped(a.common, false)) return;

@@ -1,9 +1,9 @@
 // Rows of the output that replicas finish for each other. They travel as the rows of a combine do: a place is blank until its piece
-// has come, and whoever reads it makes it blank again. A tail has an arrival word behind its row. The header, whose word is raised
+// has come, and its reader makes it blank again. A tail has an arrival word behind its row. The header, whose word is raised
 // by itself, says what replicas must have in common.
 //
 // No deadlock: a rank sends all that it owes its replicas before it waits for theirs. Its own rows are claimed, so that the thread blocks
-// that run finish all of them. Replicas may be at this by different kernels, of few tokens and of many: the latter claim tokens of rounds.
+// that run finish all of them.
 #pragma once
 
 #include "../decode/combine_send.cuh"
@@ -23,7 +23,7 @@ __device__ inline char* slice_block(const Common& k, std::uint32_t step, std::ui
   return k.peers[to] + k.heap.slice_at(k.c, set_of(k.c, step), from);
 }
 
-// For a warp of a combine of few tokens: its next unit. The very last claim leaves the count as the set's next step must find it.
+// Claims a warp's next unit. The very last claim leaves the count as the set's next step must find it.
 __device__ inline std::uint32_t claim_slice(const Common& k, std::uint32_t step, std::uint32_t units) {
   std::uint32_t* count = &k.control->slices[set_of(k.c, step)];
   std::uint32_t unit = 0;
@@ -63,14 +63,12 @@ __device__ inline void give_tail(const Common& k, std::uint32_t step, std::uint3
   }
 }
 
-// For a warp: a strip of a token that a replica finishes, in the order in which tokens have them. by_strips(unit): unit / strips. ask_how: see
-// await_pieces(). False: it will not come.
-template <int kVectors, typename Divide, typename Ask>
-__device__ inline bool take_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, std::uint32_t strips, const Divide& by_strips,
-                                  const Ask& ask_how) {
+// Takes a strip of a token that a replica finishes, by a warp, in the order in which tokens have them. False: it will not come.
+template <int kVectors>
+__device__ inline bool take_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit) {
   const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32, others = k.slice.of - 1;
-  const std::uint32_t nth = by_strips(unit), strip = unit - nth * strips, row = nth / others;
+  const std::uint32_t lane = threadIdx.x % 32, others = k.slice.of - 1, strips = a.received_in.strips;
+  const std::uint32_t nth = a.received_in.by_strips.divide(unit), strip = unit - nth * strips, row = nth / others;
   const std::uint32_t number = nth % others + (nth % others >= k.slice.number ? 1 : 0), replica = member(k, number);
   const std::uint64_t token = Slice{number, k.slice.of}.token(row);
   char* from = slice_block(k, step, k.c.rank, replica) + k.combine.row_at(row);
@@ -91,7 +89,7 @@ __device__ inline bool take_strip(const CombineArguments& a, std::uint32_t step,
     }
     return (missing & bits) == 0;
   };
-  if (!await_pieces(k, Phase::CombineRecv, step, [&] { return replica; }, look, ask_how)) return false;
+  if (!await_pieces(k, Phase::CombineRecv, step, [&] { return replica; }, look)) return false;
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     if (begin + j * 512 >= end) continue;

@@ -5,7 +5,7 @@
 
 namespace pplx::cuda {
 
-// By one thread: what replicas must have in common. To one of them, or to itself, for the thread block that compares.
+// Tells a replica what all of them must have in common, or this rank itself, for the thread block that compares. By one thread.
 __device__ inline void tell_of_tokens(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, std::uint64_t digest) {
   const Common& k = a.common;
   char* piece = k.peers[peer] + k.heap.compared_at(k.c, set_of(k.c, step), k.c.rank);

@@ -35,7 +35,7 @@ __device__ inline void send_weights(const CombineArguments& a, std::uint32_t ste
     raise_at_peer(k, step, Signal::Weights, peer);
 }
 
-// Whether the weights that have come from this source are those of its rows; fails otherwise.
+// Checks that the weights that have come from this source are those of its rows; fails otherwise.
 __device__ inline bool are_weights_of_rows(const CombineArguments& a, std::uint32_t step, std::uint32_t source) {
   const Common& k = a.common;
   bool good = true;

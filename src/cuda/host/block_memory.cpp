@@ -9,7 +9,7 @@
 namespace pplx::cuda {
 namespace {
 
-constexpr std::uint64_t kPage = 64 << 10;   // of a GPU; a dmabuf has whole ones
+constexpr std::uint64_t kPage = 64 << 10;   // bytes of a GPU's page; a dmabuf has whole ones
 
 }  // namespace
 

@@ -1,4 +1,4 @@
-// What the calls of a GPU's Exchange are given. Addresses are device memory; strides are bytes.
+// Arguments of the calls of a GPU's Exchange. Addresses are device memory; strides are bytes.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,7 +14,7 @@ struct Launch {
   cudaStream_t stream = nullptr;
   unsigned halves = kSend | kRecv;      // both: in one launch
   char* plan = nullptr;
-  char* buffer = nullptr;               // what the dispatch returns
+  char* buffer = nullptr;               // the dispatch returns it
   std::uint32_t* hooks = nullptr;       // its words, hook_words_in_all() of them; none: without
 };
 
@@ -22,7 +22,7 @@ struct Tokens {
   std::uint32_t count = 0;
   const char* x = nullptr;
   std::uint64_t stride = 0;
-  const char* scales = nullptr;         // of x, when the caller quantised
+  const char* scales = nullptr;         // scales of x, when the caller quantised
   ScaleStrides scale;
   const float* weights = nullptr;
   const void* ids = nullptr;            // null: the plan is given

@@ -8,7 +8,7 @@
 
 namespace pplx::cuda {
 
-// What CUDA would not do; Python sees pplx_comm.Error.
+// A refusal of CUDA's; Python sees pplx_comm.Error.
 struct CudaError : Misuse {
   using Misuse::Misuse;
 };

@@ -51,9 +51,9 @@ void measure_rows(Common& k) {
   k.scales_in_pieces = !c.scale_tma && scale_bytes(c) % 16 == 0;
   k.showing_rows = k.scale_pieces <= 32 ? kShowingRows : 0;  // a warp looks at all of them at once
   k.row_bytes = c.hidden * dtype_bytes(c.dtype);
-  // What is divided: a strip's number among those of all rows.
+  // The dividend is a strip's number among those of all rows.
   const std::uint64_t most = (std::uint64_t{c.world} * k.most_rows + 1) * ceil_div(k.row_bytes, kReceivedVectors * 512);
-  if (most * ceil_div(k.row_bytes, kReceivedVectors * 512) >> 32 != 0) throw Misuse("device='cuda': so many rows of so many bytes are more than it can number");
+  if (most * ceil_div(k.row_bytes, kReceivedVectors * 512) >> 32 != 0) throw Misuse("device='cuda': rows times row bytes exceed the 32-bit index of strips; reduce max_tokens_per_rank");
 }
 
 std::uint32_t sms_of_gpu(int device) {
@@ -72,10 +72,14 @@ std::uint32_t sms_of_launch(const Config& c, std::uint32_t of_gpu, std::uint32_t
 
 }  // namespace
 
-std::uint32_t tuned_many_tokens(const Config& c, int device, std::uint32_t num_sms) {
-  if (in_pieces(c)) return kManyTokensElsewhere;
+std::uint32_t tuned_large_tokens(const Config& c, int device, std::uint32_t num_sms) {
+  if (in_pieces(c)) return 0;
   const std::uint32_t sms = sms_of_gpu(device);
-  return many_tokens({sms, sms_of_launch(c, sms, num_sms), c.hidden * dtype_bytes(c.dtype), c.world, c.layout != LayoutKind::Compact});
+  return large_tokens({sms, sms_of_launch(c, sms, num_sms), c.hidden * dtype_bytes(c.dtype), c.world, c.layout != LayoutKind::Compact});
+}
+
+bool fetches_rows(const Config& c, int device, std::uint32_t num_sms) {
+  return c.lent != 0 && !in_pieces(c) && sms_of_launch(c, sms_of_gpu(device), num_sms) * kCombineBlocksPerSm <= kOfferingBlocks;
 }
 
 void clear(const SharedMemory& heap, cudaStream_t stream) {
@@ -91,9 +95,10 @@ void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream)
   check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
 
-Exchange::Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t many_tokens,
+Exchange::Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t large_tokens,
                    std::uint32_t sending_share)
-    : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), steps_(config), many_tokens_(many_tokens), sending_share_(sending_share) {
+    : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), steps_(config), large_tokens_(large_tokens),
+      fetches_(fetches_rows(config, device, num_sms)), sending_share_(sending_share) {
   if (const char* what = invalid(config)) throw Misuse(what);
   if (const char* what = invalid_pieces(config)) throw Misuse(what);
   if (config.world > kMaxPeers) throw Misuse("device='cuda' takes at most " + std::to_string(kMaxPeers) + " ranks");
@@ -156,7 +161,7 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
         "cudaHostAlloc");
   *common_.report = Report{};
 #ifdef PPLX_CARRIER
-  if (symmetric.base != nullptr) {  // else there is nobody to put anything to
+  if (symmetric.base != nullptr) {  // else no rank is put to
     check(cudaMalloc(reinterpret_cast<void**>(&common_.puts), sizeof(PutCounts)), "cudaMalloc of the PutCounts");
     rebase();
   }
@@ -212,7 +217,7 @@ Exchange::~Exchange() {
   cudaSetDevice(before);
 }
 
-// Whether all that was launched has ended, after at most so many seconds. A stream that is gone has nothing under way.
+// True if all that was launched has ended, after at most `seconds`. A stream that is gone has nothing under way.
 bool Exchange::ended(double seconds) const {
   std::vector<cudaStream_t> streams;
   {
@@ -273,8 +278,6 @@ void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
   leave_blank(common_.c, *memory_.own, own_stream_);
   forget_chunk_counts();
   forget_round_counts();
-  tokens_sent_.clear();
-  sums_sent_.clear();
   if (host_) host_->reset(generation);
   listen();
   common_.generation = generation;
@@ -320,12 +323,9 @@ void Exchange::make_chunk_counts() {
   int shared = 0;
   check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), "cudaDeviceGetAttribute");
   const auto bytes = static_cast<std::uint32_t>(shared);
-  if (common_.heap.in_pieces) {
-    common_.word_rows = std::min(many_tokens_, common_.heap.slot_rows + 1);
-  } else {
-    if (c.max_tokens < many_tokens_ || !can_dispatch_many(c, bytes) || !can_combine_many(c, bytes)) return;
-    common_.word_rows = many_tokens_;
-  }
+  const bool pieces = common_.heap.in_pieces;
+  if (!pieces && (c.max_tokens < large_tokens_ || !can_dispatch_large(c, bytes) || !can_combine_large(c, bytes))) return;
+  common_.word_rows = pieces ? 0 : large_tokens_;
   check(load(c, true, false), "loading the kernels of large steps");
   const std::uint64_t columns = chunk_columns(c), chunks = most_chunks(c);
   const std::uint64_t totals = 16, taken = totals + 4 * kTotals * columns, ready = align_up(taken + 4 * chunks, 8), counts = align_up(ready + 8 * chunks, 16);
@@ -353,7 +353,7 @@ void Exchange::forget_chunk_counts() {
   check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
 }
 
-// What blocks in pieces need of the GPU and of the configuration.
+// Checks what blocks in pieces need of the GPU and of the configuration.
 void Exchange::check_pieces() const {
   const Config& c = common_.c;
   const std::string instead = ". Give slot_bytes at least " + std::to_string(bytes_of_slots(c, common_.most_rows)) + ", or leave it out";
@@ -362,7 +362,7 @@ void Exchange::check_pieces() const {
   int shared = 0;
   check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), "cudaDeviceGetAttribute");
   const auto bytes = static_cast<std::uint32_t>(shared);
-  if (!can_dispatch_many_pieces(c, bytes) || !can_combine_many_pieces(c, bytes))
+  if (!can_dispatch_rounds(c, bytes) || !can_combine_rounds(c, bytes))
     refuse("of this shape on this GPU: the kernels need rows of a multiple of 16 bytes, and 227 KiB of shared memory, with room for the counts of all experts");
 }
 
@@ -370,14 +370,12 @@ void Exchange::make_round_counts() {
   const Config& c = common_.c;
   const std::uint64_t counts = align_up(std::uint64_t{4} * c.in_flight * round_counts(most_rounds(c)), 8), words = remote_rounds_words(c);
   const bool across = common_.blocks != nullptr;
-  const std::uint64_t remote = counts + sizeof(*PieceArguments::digest), told = remote + 8 * kRemoteWords * words;
-  const std::uint64_t stored = 4 * kPlaces * words;
-  round_bytes_ = across ? told + stored : remote;
+  const std::uint64_t told = counts + 8 * kRemoteWords * words, stored = 4 * kPlaces * words;
+  round_bytes_ = across ? told + stored : counts;
   char* memory = nullptr;
   check(cudaMalloc(reinterpret_cast<void**>(&memory), round_bytes_), "cudaMalloc of the counts of rounds");
   round_counts_ = reinterpret_cast<std::uint32_t*>(memory);
-  ids_digest_ = reinterpret_cast<unsigned long long*>(memory + counts);
-  if (across) remote_rounds_ = {reinterpret_cast<std::uint64_t*>(memory + remote), reinterpret_cast<std::uint32_t*>(memory + told)};
+  if (across) remote_rounds_ = {reinterpret_cast<std::uint64_t*>(memory + counts), reinterpret_cast<std::uint32_t*>(memory + told)};
   forget_round_counts();
 }
 
@@ -388,7 +386,7 @@ void Exchange::forget_round_counts() {
 }
 
 void Exchange::raise_failure() {
-  // What a kernel saw says more than what others say.
+  // The kernel's own observation says more than reports of others.
   std::uint64_t word = load_acquire(&common_.report->failure);
   if (word == 0) word = load_acquire(&common_.report->abort);
   if (word == 0) return;
@@ -427,13 +425,13 @@ std::uint64_t Exchange::steps() const {
   return steps_.closed();
 }
 
-std::uint64_t Exchange::bulk_dispatches() const {
+std::uint64_t Exchange::large_dispatches() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return bulk_dispatches_;
+  return large_dispatches_;
 }
-std::uint64_t Exchange::bulk_combines() const {
+std::uint64_t Exchange::large_combines() const {
   const std::lock_guard<std::mutex> lock(mutex_);
-  return bulk_combines_;
+  return large_combines_;
 }
 
 #ifdef PPLX_CUDA_STAGES

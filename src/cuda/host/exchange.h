@@ -3,7 +3,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -29,15 +28,17 @@ void clear(const SharedMemory& heap, cudaStream_t stream);
 // The places of counts and rows, as peers must find them: before they can write there.
 void leave_blank(const Config& config, const SharedMemory& heap, cudaStream_t stream);
 
-// From how many tokens on a step is one of many, as this rank's GPU would have it; num_sms: as in the constructor.
-std::uint32_t tuned_many_tokens(const Config& config, int device, std::uint32_t num_sms);
+// The number of tokens from which a step is large, as this rank's GPU would have it; num_sms: as in the constructor.
+std::uint32_t tuned_large_tokens(const Config& config, int device, std::uint32_t num_sms);
+// True if combines of many tokens fetch rows from lent memory. The same on all ranks, and set_num_sms() leaves it as it is.
+bool fetches_rows(const Config& config, int device, std::uint32_t num_sms);
 
 #ifdef PPLX_CARRIER
 // Memory of a carrier that kernels drive: laid out as a heap, at the same place of its own memory on every rank.
 struct Symmetric {
   char* base = nullptr;
   std::uint64_t bytes = 0;
-  std::vector<std::uint32_t> pes;       // by rank, as the carrier numbers them
+  std::vector<std::uint32_t> pes;       // the carrier's numbers of the ranks, by rank
 };
 #endif
 
@@ -45,15 +46,15 @@ class Exchange {
  public:
   struct Memory {
     std::shared_ptr<SharedMemory> own;
-    std::vector<std::shared_ptr<SharedMemory>> peers;   // by rank; null for oneself, for who is dead, and for remote ones
+    std::vector<std::shared_ptr<SharedMemory>> peers;   // ranks' memory; null for this rank, dead ranks and remote ones
     std::uint64_t remote = 0;                           // peers that the proxy carries to, a bit each
     bool proxied = false;                               // some rank has a proxy: then each does
     bool blocks_on_gpu = false;                         // that the proxy moves
     bool gdrcopy = false;                               // to be used, where it is there, for the proxy's arrival words
 #ifdef PPLX_CARRIER
-    Symmetric symmetric;                                // for remote peers; where some rank has any, each has it
+    Symmetric symmetric;                                // memory for remote peers; where some rank has any, each has it
 #endif
-    bool across() const {                               // whether some rank has remote peers, this one or another
+    bool across() const {                               // true if some rank has remote peers, this one or another
 #ifdef PPLX_CARRIER
       if (symmetric.base != nullptr) return true;
 #endif
@@ -61,8 +62,8 @@ class Exchange {
     }
   };
 
-  // many_tokens: from which on a dispatch goes by bulk copies, the same on all ranks. sending_share: of its thread blocks, in percent; 0: as tuned.
-  Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t many_tokens,
+  // large_tokens: a step of this many or more is large, the same on all ranks. sending_share: of its thread blocks, in percent; 0: as tuned.
+  Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t large_tokens,
            std::uint32_t sending_share);
   ~Exchange();
   Exchange(const Exchange&) = delete;
@@ -74,7 +75,7 @@ class Exchange {
   std::uint64_t made_at(std::uint32_t buffer) const { return common_.heap.made_at(buffer); }
   const std::shared_ptr<HostHeap>& host() const { return host_; }   // none inside a node
 
-  // Returns how the host numbers the step, which knows nothing of replays.
+  // Returns how the host numbers the step, which knows nothing of replays. In pieces a receive half is given what its send half was: it sends the rest.
   std::uint32_t dispatch(const Launch& launch, const Tokens& tokens, const Outputs& outputs = {});
   void combine(const Launch& launch, const ExpertOutputs& outputs, const Result& result);
 
@@ -87,29 +88,29 @@ class Exchange {
   void fail(const Abort& abort, const std::string& message);   // kernels stop waiting; safe from any thread
   void peer_busy(std::uint32_t peer, bool busy);  // it lives, and says that it comes later
   void peer_left(std::uint32_t peer);  // in good order: what it sent is there, and nothing else will come
-  void name_networks(std::vector<std::string> by_peer) { first_.name_networks(std::move(by_peer)); }   // for messages; before the first step
+  void name_networks(std::vector<std::string> by_peer) { first_.name_networks(std::move(by_peer)); }   // named in messages; before the first step
   // Stops what is under way on all streams, `current` included (graphs), and waits for it. Before any survivor goes on: no kernel
   // may store into its memory.
   void drain(cudaStream_t current, double seconds);
   void reset(std::uint32_t generation, const std::vector<bool>& alive);  // after drain()
-  bool ended(double seconds) const;  // whether all that was launched has ended, after at most so many seconds
+  bool ended(double seconds) const;  // true if all that was launched has ended, after at most `seconds`
 #ifdef PPLX_CARRIER
   // Between generations, when no kernel is at work: how many puts this rank has posted in the old one, by peer; how many have landed,
-  // by source; and once these are as many, counts begin anew from where the signals are.
+  // by source. Once these agree, counts begin anew from where the signals are.
   std::vector<std::uint64_t> posted() const;
   std::vector<std::uint64_t> landed() const;
   void rebase();
 #endif
   void raise_failure();
   void raise_notice() { raise_notices(common_.report->notices, common_.c); }
-  // Of eager calls; captures run nothing, and replays are not seen by the host.
+  // Counts eager calls; captures run nothing, and replays are not seen by the host.
   std::uint32_t open_steps() const;
   void set_num_sms(std::uint32_t num_sms);  // at most as at construction; from the next step that opens while no other is open
   std::uint64_t steps() const;
-  // Launches of dispatch and combine, and of their halves, that went by bulk copies.
-  std::uint64_t bulk_dispatches() const;
-  std::uint64_t bulk_combines() const;
-  std::uint32_t many_tokens() const { return many_tokens_; }
+  // Launches of large kernels; halves count.
+  std::uint64_t large_dispatches() const;
+  std::uint64_t large_combines() const;
+  std::uint32_t large_tokens() const { return large_tokens_; }
   // A launch as the table has it, and the reason.
   struct Explained {
     const char *call, *kernel;
@@ -131,17 +132,14 @@ class Exchange {
   DispatchArguments arguments_of(const Launch& launch, const Tokens& tokens, const Outputs& outputs) const;
   SentStrips sent_strips(const CombineArguments& a) const;
   bool fetches(const CombineArguments& a) const;
-  bool sends_by_bulk(const Launch& launch, const DispatchArguments& a) const;
-  // In pieces: what a send half was given, its receive half sends the rest of.
+  bool is_large(const Launch& launch, const DispatchArguments& a) const;
   void check_pieces() const;
   void make_round_counts();
   void forget_round_counts();
   void check_order(const std::optional<Launches::Sequence::Early>& early, const char* call) const;
-  Tokens inputs_of(const Launch& launch, const Tokens& tokens);
-  ExpertOutputs inputs_of(const Launch& launch, const ExpertOutputs& outputs);
   std::uint64_t made_in_heap(const char* where) const;
   PieceArguments pieces_of(const Launch& launch) const;
-  void cut(DispatchArguments& a, const Launch& launch, bool by_bulk) const;
+  void cut(DispatchArguments& a, const Launch& launch) const;
   void cut(CombineArguments& a, const Launch& launch) const;
 
   const int device_;
@@ -151,22 +149,20 @@ class Exchange {
   std::uint32_t sms_ = 1, most_sms_ = 1, wanted_sms_ = 1;
   mutable std::mutex mutex_;
   Launches launches_;
-  StepBook steps_;   // of eager calls
-  cudaStream_t own_stream_ = nullptr;  // for what reset() writes: it must not wait behind what waits
-  const std::uint32_t many_tokens_;
+  StepBook steps_;   // eager calls
+  cudaStream_t own_stream_ = nullptr;  // reset() writes by it: it must not wait behind kernels that wait
+  const std::uint32_t large_tokens_;
+  const bool fetches_;  // fetches_rows()
   const std::uint32_t sending_share_;
-  char* chunk_memory_ = nullptr;  // of chunk_counts_; none where no dispatch goes by bulk copies
+  char* chunk_memory_ = nullptr;  // memory of chunk_counts_; none where no step is large
   std::uint64_t chunk_bytes_ = 0;
   ChunkCounts chunk_counts_;
   bool has_hooks_ = false;
-  std::uint64_t bulk_dispatches_ = 0, bulk_combines_ = 0;
-  std::uint32_t* round_counts_ = nullptr;  // PieceArguments::counts, and behind them the digest and what remote_rounds_ has; none where blocks are whole
+  std::uint64_t large_dispatches_ = 0, large_combines_ = 0;
+  std::uint32_t* round_counts_ = nullptr;  // PieceArguments::counts, and behind them what remote_rounds_ has; none where blocks are whole
   std::uint64_t round_bytes_ = 0;
-  unsigned long long* ids_digest_ = nullptr;  // PieceArguments::digest
   RemoteRounds remote_rounds_;
-  std::map<const char*, Tokens> tokens_sent_;  // in pieces, by buffer, while their receive half is to come
-  std::map<const char*, ExpertOutputs> sums_sent_;
-  Control* controls_ = nullptr;  // by generation, in turn
+  Control* controls_ = nullptr;  // one for each generation, in turn
 #ifdef PPLX_CARRIER
   std::unique_ptr<PutCounts> read_puts() const;
   std::vector<std::uint64_t> read_signals() const;

@@ -10,7 +10,7 @@
 namespace pplx::cuda {
 namespace {
 
-constexpr std::size_t kPage = 64 << 10;   // what GDRCopy pins
+constexpr std::size_t kPage = 64 << 10;   // GDRCopy pins pages of this size
 
 // As gdrapi.h has them, of version 2.
 struct Handle {

@@ -39,7 +39,7 @@ HostHeap::~HostHeap() {
   if (!fork_.in_child()) release();
 }
 
-// Of a heap whose blocks lie elsewhere only the words: the rest has addresses, and no pages.
+// A heap whose blocks lie elsewhere has only the words: the rest has addresses, and no pages.
 std::vector<HostHeap::Range> HostHeap::ranges_in_use() const {
   if (!blocks_) return {{0, heap_.bytes}};
   const auto page = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));

@@ -36,7 +36,7 @@ class HostHeap : public Carried {
   char* blocks_at() const { return blocks_ ? blocks_->data() : mapped_; }
   std::uint64_t pinned_bytes() const;
   void lost_network(const Abort& abort, const std::string& message) override { losses_.lost({abort, message}); }
-  void listen(LossTeller::Tell tell) { losses_.listen(std::move(tell)); }   // null: nobody, from now on
+  void listen(LossTeller::Tell tell) { losses_.listen(std::move(tell)); }   // null: no listener, from now on
   void reset(std::uint32_t generation);   // no kernel and no proxy is at work
 
  private:

@@ -44,18 +44,18 @@ PlanView plan_view(const Config& c, std::uint64_t tokens, char* plan) {
 }
 
 DispatchHooks dispatch_hooks(const Common& k, std::uint32_t* words) {
-  const std::uint32_t bulk_parts = dispatch_many_parts(k.c);
-  return {words, words + hook_arrived_at(k.c), hook_words(k.c), k.parts * bulk_parts, bulk_parts, k.parts};
+  const std::uint32_t large_parts = large_row_parts(k.c);
+  return {words, words + hook_arrived_at(k.c), hook_words(k.c), k.parts * large_parts, large_parts, k.parts};
 }
 
 }  // namespace
 
-// By bulk copies, whose rows begin at multiples of sixteen bytes.
-bool Exchange::sends_by_bulk(const Launch& launch, const DispatchArguments& a) const {
+// True if the large kernels do it: their rows begin at multiples of sixteen bytes.
+bool Exchange::is_large(const Launch& launch, const DispatchArguments& a) const {
   if (a.own < common_.word_rows) return false;  // as in its combine
   const auto fits = [](const void* at) { return reinterpret_cast<std::uintptr_t>(at) % 16 == 0; };
   if (fits(a.out.x) && fits(a.out.scales) && ((launch.halves & kSend) == 0 || fits(a.x))) return true;
-  if (common_.heap.in_pieces) throw Misuse("dispatch: with slot_bytes= tensors of many tokens must begin at multiples of 16 bytes");
+  if (common_.heap.in_pieces) throw Misuse("dispatch: with slot_bytes= tensors must begin at multiples of 16 bytes");
   return false;
 }
 
@@ -64,26 +64,6 @@ void Exchange::check_order(const std::optional<Launches::Sequence::Early>& early
   if (!early) return;
   throw Misuse(std::string(call) + ": step " + std::to_string(early->step) + " before step " + std::to_string(early->before) +
                ", but with slot_bytes=" + std::to_string(common_.c.slot_bytes) + " blocks go in pieces, and steps are received in order");
-}
-
-Tokens Exchange::inputs_of(const Launch& launch, const Tokens& tokens) {
-  if (launch.halves == kSend) tokens_sent_[launch.buffer] = tokens;
-  if (launch.halves != kRecv) return tokens;
-  const auto sent = tokens_sent_.find(launch.buffer);
-  if (sent == tokens_sent_.end()) throw Misuse("dispatch_recv: no dispatch_send of this handle is open");
-  const Tokens inputs = sent->second;
-  tokens_sent_.erase(sent);
-  return inputs;
-}
-
-ExpertOutputs Exchange::inputs_of(const Launch& launch, const ExpertOutputs& outputs) {
-  if (launch.halves == kSend) sums_sent_[launch.buffer] = outputs;
-  if (launch.halves != kRecv) return outputs;
-  const auto sent = sums_sent_.find(launch.buffer);
-  if (sent == sums_sent_.end()) throw Misuse("combine_recv: no combine_send of this handle is open");
-  const ExpertOutputs inputs = sent->second;
-  sums_sent_.erase(sent);
-  return inputs;
 }
 
 // The place in this rank's heap of what experts made, if peers may fetch it from there; else 0.
@@ -98,7 +78,6 @@ PieceArguments Exchange::pieces_of(const Launch& launch) const {
   p.most = most_rounds(common_.c);
   p.counts = round_counts_;
   p.remote = remote_rounds_;
-  p.digest = ids_digest_;
   point(p.begin_rows, launch.plan, plan_rounds_at(common_.c));
   point(p.kept, launch.buffer, layout_.rounds);
   return p;
@@ -113,15 +92,12 @@ SentStrips Exchange::sent_strips(const CombineArguments& a) const {
 }
 
 // True if a large combine fetches rows of peers that offer theirs. All ranks decide alike: a peer that offers its rows sends none.
-bool Exchange::fetches(const CombineArguments& a) const {
-  return common_.c.lent != 0 && common_.dead == 0 && is_plain(a) && !common_.heap.in_pieces;
-}
+bool Exchange::fetches(const CombineArguments& a) const { return fetches_ && common_.dead == 0 && is_plain(a); }
 
-// A send half may wait for nobody, so it sends the rounds that have room from the start.
-void Exchange::cut(DispatchArguments& a, const Launch& launch, bool by_bulk) const {
+// A send half never waits: it sends only the rounds that have room from the start.
+void Exchange::cut(DispatchArguments& a, const Launch& launch) const {
   PieceArguments& p = a.pieces;
   p = pieces_of(launch);
-  if (!by_bulk) return;
   while (p.tokens % a.tokens_per_chunk != 0) --a.tokens_per_chunk;
   a.chunks = ceil_div(a.own, a.tokens_per_chunk);
   p.chunks = p.tokens / a.tokens_per_chunk;
@@ -178,7 +154,7 @@ DispatchArguments Exchange::arguments_of(const Launch& launch, const Tokens& tok
   return a;
 }
 
-std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& given, const Outputs& outputs) {
+std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, const Outputs& outputs) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const Config& c = common_.c;
   const OnDevice on(device_);
@@ -189,7 +165,6 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& given, cons
   const bool pieces = common_.heap.in_pieces;
   if (pieces && launch.halves == kRecv) check_order(launches_.open_with(here, launch.buffer).receives_early(launch.buffer), "dispatch_recv");
   if (pieces && launch.halves == (kSend | kRecv)) check_order(here.opens_early(steps_.next()), "dispatch_recv");
-  const Tokens tokens = pieces ? inputs_of(launch, given) : given;
   // A dispatch notes how many thread blocks the combine of its step will have, so that number stays while a step is open.
   if (sms_ != wanted_sms_ && here.open_steps() == 0 && launches_.eager().open_steps() == 0) {
     sms_ = wanted_sms_;
@@ -202,19 +177,19 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& given, cons
   const std::uint32_t blocks = sms_ * kDispatchBlocksPerSm;
   a.tokens_per_unit = tokens_per_unit(a.own, blocks);
   a.units = common_.living + ceil_div(a.own, a.tokens_per_unit);
-  const bool by_bulk = sends_by_bulk(launch, a);
-  if (by_bulk) {
-    ++bulk_dispatches_;
+  const bool large = is_large(launch, a);
+  if (large) {
+    ++large_dispatches_;
     a.stretches = a.send && a.recv && !pieces && common_.living > 1 ? sending_blocks(blocks, sending_share_) : blocks;
     a.tokens_per_chunk = tokens_of_chunk(a.own, c.top_k, a.stretches);
     a.chunks = ceil_div(a.own, a.tokens_per_chunk);
     a.chunk_counts = chunk_counts_;
   }
   if (launch.hooks != nullptr) a.hooks = dispatch_hooks(common_, launch.hooks);
-  if (pieces) cut(a, launch, by_bulk);
+  if (pieces) cut(a, launch);
   here.follow(stream, a.send);
   if ((launch.halves & kSend) != 0) here.after_received(stream);
-  check(cuda::launch(choose(c, DispatchCall(a, by_bulk)), a, blocks, stream), "launching dispatch");
+  check(cuda::launch(choose(c, DispatchCall(a, large)), a, blocks, stream), "launching dispatch");
   if (!a.recv) here.note_send(stream);
   if ((launch.halves & kSend) == 0) {
     if (pieces) launches_.open_with(here, launch.buffer).receive(launch.buffer);
@@ -242,19 +217,17 @@ std::vector<Exchange::Explained> Exchange::explain(std::uint32_t tokens) const {
   a.tokens = tokens;
   a.sent = sent_strips(a);
   a.fetches = large && fetches(a);
-  if (a.fetches && common_.combine_blocks <= kOfferingBlocks) a.made_at = common_.heap.made_at(0);
   const CombineCall combine(a, large);
-  const std::string size = common_.word_rows == kNone ? "no step of this AllToAll is large"
+  const std::string size = common_.heap.in_pieces ? "every step of this AllToAll in pieces is large" : common_.word_rows == kNone ? "no step of this AllToAll is large"
                            : std::to_string(own) + (large ? " tokens are large, from " : " tokens are fewer than ") + std::to_string(common_.word_rows) + (large ? " on" : "");
   const auto peers = [](bool mapped_only, const char* general) { return std::string(mapped_only ? "; all peers are mapped" : general); };
-  const std::string rounds = common_.heap.in_pieces ? "; blocks go in pieces" : "";
   const std::string rows = c.wire == Wire::Native ? "; rows go as they are" : "; rows are quantised";
   const auto sending = choose(c, dispatch);
   const auto summing = choose(c, combine);
   return {{"dispatch", sending.name, sms_ * kDispatchBlocksPerSm, sending.block, sending.smem,
-           size + rounds + rows + peers(dispatch.mapped_only, "; remote or dead peers, replicas or more than 32 ranks take the general kernel")},
+           size + rows + peers(dispatch.mapped_only, "; remote or dead peers, replicas or more than 32 ranks take the general kernel")},
           {"combine", summing.name, common_.combine_blocks, summing.block, summing.smem,
-           size + rounds + (combine.few ? "; rows go in narrow strips" : "") + peers(combine.mapped_only, "; remote peers or replicas take the general kernel")}};
+           size + (combine.few ? "; rows go in narrow strips" : "") + peers(combine.mapped_only, "; remote peers or replicas take the general kernel")}};
 }
 
 void Exchange::clear_hooks(std::uint32_t* words, cudaStream_t stream) {
@@ -276,7 +249,7 @@ void Exchange::await_experts(const Launch& launch, std::uint32_t first, std::uin
   check(launch_await_experts(a, launch.stream), "launching the wait for experts");
 }
 
-void Exchange::combine(const Launch& launch, const ExpertOutputs& given, const Result& result) {
+void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const Result& result) {
   const std::lock_guard<std::mutex> lock(mutex_);
   const OnDevice on(device_);
   const cudaStream_t stream = launch.stream;
@@ -284,7 +257,6 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& given, const R
   Launches::Sequence& opened = launches_.open_with(here, launch.buffer);
   const bool pieces = common_.heap.in_pieces;
   if (pieces && (launch.halves & kRecv) != 0) check_order(opened.sums_early(launch.buffer), "combine_recv");
-  const ExpertOutputs outputs = pieces ? inputs_of(launch, given) : given;
   CombineArguments a;
   a.common = common_;
   a.expert_out = outputs.expert_out;
@@ -308,15 +280,15 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& given, const R
   a.y = result.y;
   a.y_stride = result.stride;
   a.sent = sent_strips(a);
-  const bool by_bulk = !a.release && a.own >= common_.word_rows;
+  const bool large = pieces || (!a.release && a.own >= common_.word_rows);
   a.received_in = ReceivedStrips(common_.row_bytes, kReceivedVectors);
-  if (by_bulk) ++bulk_combines_;
-  a.fetches = by_bulk && fetches(a);
-  if (a.fetches && common_.combine_blocks <= kOfferingBlocks && outputs.stride == common_.row_bytes) a.made_at = made_in_heap(outputs.expert_out);
-  a.sums_own = by_bulk && is_plain(a) && a.send && a.recv && !pieces;
+  if (large) ++large_combines_;
+  a.fetches = large && fetches(a);
+  if (a.fetches && outputs.stride == common_.row_bytes) a.made_at = made_in_heap(outputs.expert_out);
+  a.sums_own = large && is_plain(a) && a.send && a.recv && !pieces;
   if (pieces) cut(a, launch);
   here.follow(stream, a.send);
-  check(cuda::launch(choose(common_.c, CombineCall(a, by_bulk)), a, common_.combine_blocks, stream), "launching combine");
+  check(cuda::launch(choose(common_.c, CombineCall(a, large)), a, common_.combine_blocks, stream), "launching combine");
   if (!a.recv) {
     here.note_send(stream);
     return;

@@ -27,15 +27,14 @@ struct CombineCall {
   bool large = false;
   bool mapped_only = false;  // is_plain()
   bool few = false;  // strips of kSentVectorsOfFew
-  bool fetches = false, offers = false;  // rows of peers that offer theirs; this rank offers, or sends nothing
+  bool fetches = false;  // rows of peers that offer theirs
 
   CombineCall() = default;
   CombineCall(const CombineArguments& a, bool large)
       : large(large),
         mapped_only(is_plain(a)),
         few(a.sent.vectors == kSentVectorsOfFew),
-        fetches(a.fetches),
-        offers(a.fetches && (a.made_at != 0 || !a.send)) {}
+        fetches(a.fetches) {}
 };
 
 template <typename Arguments>
@@ -49,10 +48,6 @@ namespace decode {
 Choice<DispatchArguments> choose(const Config& config, const DispatchCall& call);
 Choice<CombineArguments> choose(const Config& config, const CombineCall& call);
 }  // namespace decode
-namespace decode_rounds {
-Choice<DispatchArguments> choose(const Config& config, const DispatchCall& call);
-Choice<CombineArguments> choose(const Config& config, const CombineCall& call);
-}  // namespace decode_rounds
 namespace large {
 Choice<DispatchArguments> choose(const Config& config, const DispatchCall& call);
 Choice<CombineArguments> choose(const Config& config, const CombineCall& call);
@@ -64,7 +59,7 @@ Choice<CombineArguments> choose(const Config& config, const CombineCall& call);
 
 template <typename Call>
 auto choose(const Config& c, const Call& call) {
-  if (in_pieces(c)) return call.large ? large_rounds::choose(c, call) : decode_rounds::choose(c, call);
+  if (in_pieces(c)) return large_rounds::choose(c, call);
   return call.large ? large::choose(c, call) : decode::choose(c, call);
 }
 
@@ -74,11 +69,11 @@ cudaError_t launch(const Choice<DispatchArguments>& choice, const DispatchArgume
 cudaError_t launch(const Choice<CombineArguments>& choice, const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
 
 // True if the GPU has the shared memory, and the configuration the shape, for large steps.
-bool can_dispatch_many(const Config& config, std::uint32_t shared_bytes);
-bool can_combine_many(const Config& config, std::uint32_t shared_bytes);
-bool can_dispatch_many_pieces(const Config& config, std::uint32_t shared_bytes);
-bool can_combine_many_pieces(const Config& config, std::uint32_t shared_bytes);
-std::uint32_t dispatch_many_parts(const Config& config);  // of a row
+bool can_dispatch_large(const Config& config, std::uint32_t shared_bytes);
+bool can_combine_large(const Config& config, std::uint32_t shared_bytes);
+bool can_dispatch_rounds(const Config& config, std::uint32_t shared_bytes);
+bool can_combine_rounds(const Config& config, std::uint32_t shared_bytes);
+std::uint32_t large_row_parts(const Config& config);  // parts of a row
 
 cudaError_t load_hooks();
 cudaError_t launch_clear_hooks(std::uint32_t* words, std::uint32_t count, cudaStream_t stream);

@@ -14,7 +14,7 @@ namespace pplx::cuda {
 
 class Launches {
  public:
-  // Those of all eager calls, or of one capture, whose events mean nothing outside of it. Whoever launches a graph orders it behind
+  // Launches of all eager calls, or of one capture, whose events mean nothing outside of it. The caller of a graph orders it behind
   // what came before.
   class Sequence {
    public:
@@ -47,7 +47,7 @@ class Launches {
     friend class Launches;
     class Event {
      public:
-      Event();   // of the current device
+      Event();   // an event of the current device
       ~Event() { cudaEventDestroy(handle); }
       Event(const Event&) = delete;
       Event& operator=(const Event&) = delete;

@@ -23,7 +23,7 @@ std::unique_ptr<PutCounts> Exchange::read_puts() const {
   return counts;
 }
 
-// All of them, and the words between that nobody adds to, as they lie there.
+// Reads all of them as they lie there, with the words between, which no put adds to.
 std::vector<std::uint64_t> Exchange::read_signals() const {
   const OnDevice on(device_);
   std::vector<std::uint64_t> signals((common_.heap.counts - common_.heap.arrival) / sizeof(std::uint64_t));

@@ -1,4 +1,4 @@
-// What the kernels of a combine of many tokens have in common: their shared memory, and how they begin and end.
+// The common part of the kernels of a large combine: their shared memory, their beginning and their end.
 #pragma once
 
 #include "combiner.cuh"
@@ -6,14 +6,33 @@
 namespace pplx::cuda {
 namespace {
 
-inline constexpr std::uint32_t kCombineManyThreads = 32 * (kCombiners + 1);
+inline constexpr std::uint32_t kLargeCombineThreads = 32 * (kCombiners + 1);
 
-struct CombineManyShared {
+struct LargeCombineShared {
   CombineShared combine;
   CombinerTurns turns[kCombiners];
 };
 
-// By one warp: this block's share, and headers that nobody has sent yet. Behind the words of those who send weights. kRemote: those for peers of
+// Runs a large combine. prepare(warp): before the first `__syncthreads`. work(warp, step): what each warp does.
+template <typename Prepare, typename Work>
+__device__ __forceinline__ void run_combine_large(const CombineArguments& a, CombineShared& s, const Prepare& prepare, const Work& work) {
+  const Common& k = a.common;
+  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
+  note(k, Stage::CombineBegins);
+  Spends::begin();
+  const std::uint32_t warp = threadIdx.x / 32;
+  prepare(warp);
+  std::uint32_t step = 0;
+  if (!begin_combine(a, step, 0, s)) return;
+  if (a.recv) begin_to_close(k, step);
+  work(warp, step);
+  if (a.recv) close_set(k, step);
+  note(k, Stage::CombineEnds);
+  Spends::end(k);
+  stamp(k, Op::Combine, step, begun);
+}
+
+// Takes this block's share, and sends headers that are not sent yet, by one warp. Their words lie behind those of weights. kRemote: headers for peers of
 // other nodes are sent elsewhere.
 template <bool kRemote = false>
 __device__ inline void begin_to_send(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
@@ -35,7 +54,7 @@ __device__ inline void receive_all_headers(const CombineArguments& a, std::uint3
   __syncwarp();
 }
 
-constexpr std::uint32_t kCombineManyBytes = kCombiners * kCombinerBytes;
+constexpr std::uint32_t kLargeCombineBytes = kCombiners * kCombinerBytes;
 
 }  // namespace
 }  // namespace pplx::cuda

@@ -6,7 +6,7 @@
 
 #include "fetch.cuh"
 #include "../plan/chunk_plan.cuh"
-#include "../rounds/decode_combine.cuh"
+#include "../rounds/combine_send.cuh"
 
 namespace pplx::cuda {
 
@@ -18,7 +18,7 @@ static_assert(kCopies * kCopyBytes <= kCombinerBytes, "copies have the memory of
 struct CombinerTurns {
   std::uint64_t loaded[kSumTiles], copied[kCopies];
 
-  // By one thread, before the block meets for the first time.
+  // Initialises the barriers, by one thread, before the first `__syncthreads`.
   __device__ void init() {
     for (std::uint64_t& turns : loaded) turns_init(&turns, 1);
     for (std::uint64_t& turns : copied) turns_init(&turns, 1);
@@ -40,7 +40,7 @@ class ArrivingTiles {
     }
     ++asked_;
   }
-  // The next one, which has so many bytes.
+  // Takes the next tile, which has `bytes` bytes.
   __device__ void take(std::uint32_t bytes, uint4 (&v)[kVectorsOfTile]) {
     await_turn(loaded_ + used_ % kSumTiles, used_ / kSumTiles);
     const char* const from = memory_ + used_ % kSumTiles * kSumTileBytes;
@@ -59,9 +59,9 @@ class ArrivingTiles {
   std::uint32_t asked_ = 0, used_ = 0;
 };
 
-// What a warp adds up for the tiles of a row: up to 32 rows of memory, a lane each.
+// Inputs of a warp for the tiles of a row: up to 32 rows of memory, a lane each.
 struct Inputs {
-  const char* from = nullptr;  // of this lane's
+  const char* from = nullptr;  // this lane's input
   float weight = 1.0f;
   std::uint32_t n = 0;  // the first lanes
 };
@@ -86,7 +86,7 @@ class InputCursor {
   std::uint32_t next_ = 0, at_ = 0;
 };
 
-// Which bit is the nth of those that are set. Any, if there are not so many.
+// Index of the nth set bit; undefined if fewer are set.
 __device__ inline int nth_bit(std::uint32_t bits, std::uint32_t nth) {
   std::uint32_t at = 0;
 #pragma unroll
@@ -118,18 +118,18 @@ __device__ inline void make_blank_again(const Common& k, char* row, std::uint32_
   }
 }
 
-// kPlain: no tails, and no weights of combine's own. kPieces: in rounds. All rows of those who send in pieces have words.
+// kPlain: no tails, and no weights of combine's own. kPieces: in rounds, whose rows all have words.
 template <typename T, bool kPlain, bool kPieces = false>
-class ManyCombiner {
+class LargeCombiner {
   static constexpr int kVectors = kVectorsOfTile;
   using TileSums = Sums<T, kVectors>;
 
  public:
   // memory: of this warp, kCombinerBytes.
-  __device__ ManyCombiner(const CombineArguments& a, std::uint32_t step, CombineShared& s, char* memory, CombinerTurns& turns)
+  __device__ LargeCombiner(const CombineArguments& a, std::uint32_t step, CombineShared& s, char* memory, CombinerTurns& turns)
       : a_(a), k_(a.common), step_(step), s_(s), memory_(memory), turns_(turns), tiles_(memory, turns.loaded) {}
 
-  // The block's own share of the runs of rows, and for the first warp those that nobody has begun. senders: of the block, the first warps.
+  // Sends the block's own share of the runs of rows; the first warp then sends shares that no block has begun. senders: the block's first warps.
   __device__ void send(std::uint32_t senders) {
     const Spends all(k_, Span::SendingSums);
     if (!kPlain && a_.uses_weights) send_all_weights(a_, step_, threadIdx.x / 32, senders);
@@ -149,7 +149,7 @@ class ManyCombiner {
     tell();
   }
 
-  // By one warp of a thread block: rows that their sources are not offered.
+  // Sends rows that their sources are not offered, by one warp of a thread block.
   __device__ void send_rest() {
     const std::uint32_t sources = k_.living - (a_.sums_own ? 1 : 0);
     bool any = false;
@@ -170,8 +170,14 @@ class ManyCombiner {
   __device__ void send_run(const RowRun& run) {
     send_rows(run, run.first, has_many(s_, run.source));
   }
+
   // Behind the last run.
-  __device__ void end() { tell(); }
+  __device__ void tell() {
+    if (threadIdx.x % 32 == 0) bulk_await_stored<0>();
+    if (to_tell_ != 0) raise_words();
+    to_tell_ = 0;
+    __syncwarp();
+  }
 
   // rows: of this warp. Claims units in the order of rounds, as receive_rounds() does.
   __device__ void send_rounds(std::uint32_t senders, RoundRows& rows) {
@@ -182,7 +188,7 @@ class ManyCombiner {
     bool good = rounds.open(p.begin, p.end);
     for (RoundRun run; good && rounds.find(claim(k_, p, step_, claim_of_sums(p)), run);) {
       const bool header = !kPlain && run.is_header;
-      if (header ? !has_header(p, run) : run.rows == 0) continue;
+      if (header ? !has_header(p, run) : run.rows == 0 || a_.release) continue;
       good = make_room(run);
       if (!good) continue;
       if (header)
@@ -193,28 +199,15 @@ class ManyCombiner {
     tell();
   }
 
-  // False: something failed.
-  __device__ bool receive_rounds() {
+  // Until all is received, or something fails.
+  __device__ void receive_rounds() {
     const Spends all(k_, Span::ReceivingSums);
-    const std::uint32_t of_round = a_.pieces.tokens, rounds = (a_.own + of_round - 1) / of_round;
+    const std::uint32_t of_round = a_.pieces.tokens, rounds = rounds_of_own(a_.pieces, a_.own);
     for (;;) {
       const std::uint32_t token = claim(k_, a_.pieces, step_, Claim::CombineRecv), round = token / of_round;
-      if (token >= a_.own) return true;
-      if (!receive_token_of_round(token, round)) return false;
+      if (token >= a_.own || (!a_.release && !receive_token_of_round(token, round))) return;
       finish_unit(k_, a_.pieces, step_, Op::Combine, round, min(of_round, a_.own - round * of_round), token == round * of_round, rounds);
     }
-  }
-
-  // Behind all rounds: what replicas finish, who wait for this rank's rows as it waits for theirs. They may wait for somebody themselves, whom they
-  // should blame first.
-  __device__ void take_from_replicas() {
-    const Spends all(k_, Span::ReceivingSums);
-    const std::uint32_t strips = (k_.row_bytes + kSumTileBytes - 1) / kSumTileBytes, units = (a_.tokens - a_.own) * strips;
-    const auto ask_how = [&](std::uint32_t turn, std::uint64_t first, std::uint64_t begun, std::uint32_t peer) {
-      return ask_for_round(k_, turn, first, begun, Phase::CombineRecv, step_, peer, arrival_word(k_.generation, step_), false, 2);
-    };
-    for (std::uint32_t unit = threadIdx.x / 32 * gridDim.x + blockIdx.x; unit < units; unit += kCombiners * gridDim.x)
-      if (!take_strip<kVectors>(a_, step_, unit, strips, [&](std::uint32_t n) { return n / strips; }, ask_how)) return;
   }
 
   __device__ void receive() {
@@ -248,8 +241,8 @@ class ManyCombiner {
   __device__ void send_run_of_round(const RoundRun& run) {
     word_ = word_of_round(k_, step_, run.round);
     const bool remote = !kPlain && is_remote(k_, run.source);
-    piece_at_ = remote && run.in_pieces ? k_.heap.piece_at(Op::Combine, run.round) : 0;
-    send_rows({run.source, run.first, run.rows}, run.slot_row, run.in_pieces || remote);
+    piece_at_ = remote ? k_.heap.piece_at(Op::Combine, run.round) : 0;
+    send_rows({run.source, run.first, run.rows}, run.slot_row, true);
   }
 
   // first: of the slot's rows.
@@ -288,7 +281,7 @@ class ManyCombiner {
     if (kPieces && !kPlain) told_source_ = run.source;
   }
 
-  // Tiles and copies share the memory: who changes from one to the other waits until all stores from it are done.
+  // Tiles and copies share the memory: a warp that changes from one to the other waits until all stores from it are done.
   __device__ void use_memory_for(bool copies) {
     if (copies_ == copies) return;
     copies_ = copies;
@@ -349,7 +342,7 @@ class ManyCombiner {
       for (std::uint32_t i = 0; i < inputs.n; ++i) add(cursor, inputs, i, bytes, sums);
       linger(k_, std::uint64_t{step_} << 32 | at);
       if (by_word)
-        store_by_bulk(sums, row + at, bytes);
+        store_tile(sums, row + at, bytes);
       else
         sums.send(row, at + threadIdx.x % 32 * 16, at + bytes);
     }
@@ -375,7 +368,7 @@ class ManyCombiner {
   }
 
   // The first lane stores, so it alone waits.
-  __device__ void store_by_bulk(const TileSums& sums, char* to, std::uint32_t bytes) {
+  __device__ void store_tile(const TileSums& sums, char* to, std::uint32_t bytes) {
     char* const from = memory_ + (kSumTiles + stored_++ % kSumTilesOut) * kSumTileBytes;
     {
       const Spends waits(k_, Span::AwaitingPlaceOfSum);
@@ -391,7 +384,7 @@ class ManyCombiner {
     bulk_end_group();
   }
 
-  // Of the run before this one, which has stored so many tiles: it has had its time to arrive.
+  // Tells of the run before this one, which has stored `tiles` tiles: it has had its time to arrive.
   __device__ void tell_of_last_run(std::uint32_t tiles) {
     if (to_tell_ == 0) return;
     const Spends tells(k_, Span::TellingOfSums);
@@ -402,12 +395,6 @@ class ManyCombiner {
         bulk_await_stored<1>();
     }
     raise_words();
-  }
-  __device__ void tell() {
-    if (threadIdx.x % 32 == 0) bulk_await_stored<0>();
-    if (to_tell_ != 0) raise_words();
-    to_tell_ = 0;
-    __syncwarp();
   }
   __device__ void raise_words() {
     if constexpr (kPieces && !kPlain)
@@ -427,24 +414,19 @@ class ManyCombiner {
 
   // ---- receive ----
 
-  // Of a step in pieces: every row has a word, this rank's own as well. token: of this rank's. False: something failed.
+  // Receives a token of a step in pieces: every row has a word, this rank's own as well. token: of this rank's. False: something failed.
   __device__ bool receive_token_of_round(std::uint32_t token, std::uint32_t round) {
     const std::uint32_t lane = threadIdx.x % 32;
     const std::uint32_t entry = lane < k_.c.top_k ? a_.plan.token_rows[std::uint64_t{token} * k_.c.top_k + lane] : kNone;
     const std::uint32_t rank = entry >> 20, n = __popc(__ballot_sync(~0u, entry != kNone));
-    std::uint32_t slot_row = 0;
     char* row = nullptr;
     if (entry != kNone) {
-      const std::uint32_t before = a_.pieces.begin_rows[round * k_.c.world + rank];
-      const std::uint32_t nth = (entry & 0xfffffu) - before;
-      slot_row = round % kPlaces * a_.pieces.tokens + nth;
+      const std::uint32_t nth = (entry & 0xfffffu) - a_.pieces.begin_rows[round * k_.c.world + rank];
       row = own_slot(k_, set_of(k_.c, step_), Op::Combine, rank);
-      if (!kPlain && is_remote(k_, rank)) {
+      if (!kPlain && is_remote(k_, rank))
         row += k_.heap.piece_at(Op::Combine, round) + k_.combine.row_at(nth);
-        slot_row = kNone;  // nor is it made blank again
-      } else {
-        row += k_.combine.row_at(slot_row);
-      }
+      else
+        row += k_.combine.row_at(round % kPlaces * a_.pieces.tokens + nth);
     }
     {
       const Spends waits(k_, Span::AwaitingSums);
@@ -457,13 +439,9 @@ class ManyCombiner {
     }
     note(k_, Stage::Came);
     fence_copies();
-    const auto give = [&](const TileSums& sums, std::uint32_t begin, std::uint32_t end) {
-      if constexpr (!kPlain) give_strip(k_, step_, token, sums, begin, end);
-    };
-    add_up(kPlain ? token : k_.slice.token(token), n, row, give);
-    make_blank_again(k_, row, __ballot_sync(~0u, entry != kNone && slot_row < k_.word_rows));
+    add_up(token, n, row);
     note(k_, Stage::Added);
-    if (!kPlain && a_.has_tail) take_tail<true>(a_, step_, token, n, row, rank);
+    if (!kPlain && a_.has_tail) take_tail<false>(a_, step_, token, n, row, rank);
     return true;
   }
 
@@ -480,15 +458,14 @@ class ManyCombiner {
     }
     note(k_, Stage::Came);
     fence_copies();
-    add_up(token, n, row, [](const TileSums&, std::uint32_t, std::uint32_t) {});
+    add_up(token, n, row);
     make_blank_again(k_, row, __ballot_sync(~0u, entry != kNone && (entry & 0xfffffu) < k_.word_rows));
     note(k_, Stage::Added);
     return !a_.has_tail || read_tail<false>(a_, step_, token, n, row, rank);
   }
 
-  // Adds a token's n rows, which the first n lanes have. token: the caller's. give(sums, begin, end): a tile of the sum, once it is stored.
-  template <typename Give>
-  __device__ void add_up(std::uint32_t token, std::uint32_t n, const char* row, const Give& give) {
+  // Adds a token's n rows, which the first n lanes have.
+  __device__ void add_up(std::uint32_t token, std::uint32_t n, const char* row) {
     const Inputs inputs{row, 1.0f, n};
     InputCursor cursor(inputs, k_.row_bytes);
     char* const y = a_.y + std::uint64_t{token} * a_.y_stride;
@@ -498,7 +475,6 @@ class ManyCombiner {
       if (a_.accumulate) sums.load(y, begin, end);
       for (std::uint32_t i = 0; i < n; ++i) add(cursor, bytes, sums);
       sums.store(y, begin, end);
-      give(sums, begin, end);
     }
   }
 

@@ -1,10 +1,11 @@
-// The send half of a plain combine of many tokens whose rows are only copied: warps with roles, and a ring in shared memory between them. The
-// loader looks rows up, a run of them at a time, and asks for them far ahead; the storer copies each to its source, as much at a time as the
-// link takes; the teller raises the arrival words of a run once its rows are there, behind one fence. So neither looking up nor fences stand
-// between two stores. Nobody here waits for a peer.
+// The send half of a plain large combine whose rows are only copied: warps with roles, and a ring in shared memory between them. The
+// loader looks rows up, a run of them at a time, and asks for them far ahead; the storer copies each to its source, as fast as the
+// link takes them; the teller raises the arrival words of a run once its rows are there, behind one fence. So neither lookups nor fences stand
+// between two stores. None of these warps waits for a peer.
 #pragma once
 
 #include "combiner.cuh"
+#include "ring.cuh"
 #include "../plan/runs.cuh"
 
 namespace pplx::cuda {
@@ -22,32 +23,21 @@ struct CopiedPart {
 struct CopiedRun {
   char* rows = nullptr;  // null: there are no more
   std::uint32_t n = 0;
-  std::uint32_t parts = 0;  // of all runs up to here
+  std::uint32_t parts = 0;  // parts of all runs up to here
 };
 
 struct CopyRings {
   std::uint64_t loaded[kCopyPlaces], read[kCopyPlaces];  // turns: by the loader; by the storer
-  std::uint64_t there[kCopiedRuns], told[kCopiedRuns];  // by the storer; by the teller
+  std::uint64_t there[kCopiedRuns], told[kCopiedRuns];  // arrivals of the storer, and of the teller
   CopiedPart parts[kCopyPlaces];
   CopiedRun runs[kCopiedRuns];
 
-  // By one thread, before the block meets for the first time.
+  // Initialises the rings, by one thread, before the first `__syncthreads`.
   __device__ void init() {
     for (std::uint64_t& turns : loaded) turns_init(&turns, 1);
     for (std::uint64_t& turns : read) turns_init(&turns, 1);
     for (std::uint64_t& turns : there) turns_init(&turns, 1);
     for (std::uint64_t& turns : told) turns_init(&turns, 1);
-  }
-};
-
-// A part's place, which the loader and the storer go through by themselves.
-struct CopyPlace {
-  std::uint32_t at = 0, turn = 0;
-
-  __device__ void next() {
-    if (++at != kCopyPlaces) return;
-    at = 0;
-    ++turn;
   }
 };
 
@@ -58,7 +48,7 @@ class CopyLoader {
   __device__ CopyLoader(const CombineArguments& a, std::uint32_t step, CombineShared& s, char* memory, CombinerTurns& turns, CopyRings& rings, char* ring)
       : a_(a), k_(a.common), step_(step), s_(s), rings_(rings), ring_(ring), others_(a, step, s, memory, turns) {}
 
-  // The block's own share of the runs, once it is known whether it has one, and those that nobody has begun.
+  // Loads the block's own share of the runs, if it still has it, and those that no block has begun.
   __device__ void load() {
     const Spends all(k_, Span::SendingSums);
     const RowRuns runs(k_, s_.rows_begin, k_.living - (a_.sums_own ? 1 : 0), told_together(s_.rows_begin[k_.c.world], gridDim.x));
@@ -66,7 +56,7 @@ class CopyLoader {
     if (s_.mine) load_share(runs, blockIdx.x);
     const std::uint32_t shares = min(gridDim.x, runs.all());
     for (std::uint32_t share; (share = take_another_share(k_, Op::Combine, step_, shares)) != kNone;) load_share(runs, share);
-    others_.end();
+    others_.tell();
     if (threadIdx.x % 32 != 0) return;
     await_place();
     rings_.parts[place_.at] = {};
@@ -135,11 +125,11 @@ class CopyLoader {
   CombineShared& s_;
   CopyRings& rings_;
   char* const ring_;
-  ManyCombiner<T, true, false> others_;
-  CopyPlace place_;
+  LargeCombiner<T, true, false> others_;
+  Ring place_{kCopyPlaces};
 };
 
-// By one warp, of which the first lane stores and waits for its stores.
+// The storer: one warp, of which the first lane stores and waits for its stores.
 class CopyStorer {
  public:
   __device__ CopyStorer(const CombineArguments& a, CopyRings& rings, const char* ring)
@@ -209,7 +199,7 @@ class CopyStorer {
     ++runs_;
   }
 
-  // The teller hears of runs whose parts are all among the first so many.
+  // Tells the teller of runs whose parts are all among the first `parts`.
   __device__ void tell_of(std::uint32_t parts) {
     for (; told_ != runs_ && rings_.runs[told_ % kCopiedRuns].parts <= parts; ++told_) {
       __syncwarp();
@@ -221,12 +211,12 @@ class CopyStorer {
   CopyRings& rings_;
   const char* const ring_;
   const std::uint32_t under_way_;
-  CopyPlace place_;
+  Ring place_{kCopyPlaces};
   std::uint32_t sent_ = 0, last_ = 0;  // parts; the last one's place
   std::uint32_t runs_ = 0, told_ = 0;
 };
 
-// By one warp.
+// The teller: one warp.
 __device__ inline void tell_of_copies(const Common& k, std::uint32_t step, CopyRings& rings) {
   const std::uint32_t lane = threadIdx.x % 32;
   for (std::uint32_t n = 0;; ++n) {

@@ -9,7 +9,7 @@
 namespace pplx::cuda {
 namespace {
 
-// The first chunk that a worker counts, if nobody else has begun it: its ids come while the launch begins.
+// The first chunk that a worker counts, if no warp has begun it: its ids come while the launch begins.
 struct FirstChunk {
   const std::uint32_t number;
   ChunkIds ids;
@@ -24,7 +24,7 @@ struct FirstChunk {
 };
 
 // A worker's part of counting, and of adding up what comes before the block's first chunk.
-__device__ inline void count_chunks(const DispatchArguments& a, ManyPlan& s, std::uint32_t first, std::uint32_t* sums, char* memory) {
+__device__ inline void count_chunks(const DispatchArguments& a, LargePlan& s, std::uint32_t first, std::uint32_t* sums, char* memory) {
   {
     const Spends spends(a.common, Span::Counting);
     for (std::uint32_t c = first; c < a.chunks; c += kWorkers * gridDim.x)
@@ -35,16 +35,16 @@ __device__ inline void count_chunks(const DispatchArguments& a, ManyPlan& s, std
   sum_chunks_before(a, s.step, 0, s.first_chunk, sums, memory);
 }
 
-// Warps with roles, most of them workers; behind the other kernels' warps the teller. Who has nothing to send, or no more, receives.
+// Warps with roles, most of them workers; behind the other kernels' warps the teller. A warp that has nothing to send, or no more, receives.
 inline constexpr std::uint32_t kDealer = kWorkers - 2, kLoader = kWorkers - 1, kFirstStorer = kDealer - kStorers;
 inline constexpr std::uint32_t kCounter = kWorkers + 1, kPlacer = kWorkers + 2, kTeller = kManyWarps;
-inline constexpr std::uint32_t kDealtThreads = 32 * kDealtWarps;
-static_assert(kQuantisers <= kFirstStorer && kTeller + 1 == kDealtWarps, "all have a warp");
+inline constexpr std::uint32_t kLargeThreads = 32 * kLargeWarps;
+static_assert(kQuantisers <= kFirstStorer && kTeller + 1 == kLargeWarps, "all have a warp");
 
 __device__ inline bool is_storer(std::uint32_t warp) { return warp >= kFirstStorer && warp < kDealer; }
 
 struct DispatchShared {
-  ManyPlan plan;
+  LargePlan plan;
   ReceiveShared receive;
   CarriedRuns runs;
   char* rows_at[kMaxPeers];  // where this rank's rows begin at each peer
@@ -57,16 +57,16 @@ struct DispatchMemory {
   std::uint32_t counts, places, rings, placer, bytes;  // where each begins; sums come first
 
   constexpr explicit DispatchMemory(const Config& c)
-      : counts(ManyMemory(c).counts),
-        places(ManyMemory(c).places),
-        rings(ManyMemory(c).others),
+      : counts(LargeMemory(c).counts),
+        places(LargeMemory(c).places),
+        rings(LargeMemory(c).others),
         placer(rings + kRingBytes),
         bytes(placer + counting_bytes(c)) {}
 };
 
 // Until there is nothing more to send, or nothing may be sent.
 template <typename Mode, bool kHooks>
-__device__ inline void send_dealt(const DispatchArguments& a, DispatchShared& s, const Experts& experts, char* launched, std::uint32_t* sums) {
+__device__ inline void send_large(const DispatchArguments& a, DispatchShared& s, const Experts& experts, char* launched, std::uint32_t* sums) {
   const Common& k = a.common;
   const DispatchMemory at(k.c);
   char *const in = launched + at.rings, *const out = in + kTokensInBytes;
@@ -121,11 +121,11 @@ __device__ inline void send_dealt(const DispatchArguments& a, DispatchShared& s,
   if (warp == kTeller) s.sent.open();
 }
 
-// Whether some thread blocks send, and the others receive from the start.
+// True if some thread blocks send, and the others receive from the start.
 __device__ inline bool is_apart(const DispatchArguments& a) { return a.send && a.recv && a.stretches < gridDim.x; }
 
 template <bool kHooks>
-__device__ inline void receive_dealt(const DispatchArguments& a, std::uint32_t step, DispatchShared& s, const Experts& experts) {
+__device__ inline void receive_large(const DispatchArguments& a, std::uint32_t step, DispatchShared& s, const Experts& experts) {
   const std::uint32_t warp = threadIdx.x / 32;
   RowCarrier<kHooks> carrier(a, step, s.receive, s.runs, experts);
   if (warp == kCounter) {
@@ -139,7 +139,7 @@ __device__ inline void receive_dealt(const DispatchArguments& a, std::uint32_t s
 }
 
 template <typename Mode, bool kHooks>
-__device__ __forceinline__ void run_dispatch_dealt(const DispatchArguments& a) {
+__device__ __forceinline__ void run_dispatch_large(const DispatchArguments& a) {
   PPLX_LAUNCHED_SHARED(words);
   PPLX_SHARED(DispatchShared, s);
   const Common& k = a.common;
@@ -153,7 +153,7 @@ __device__ __forceinline__ void run_dispatch_dealt(const DispatchArguments& a) {
     s.runs.known.close();
   }
   if (threadIdx.x / 32 == kTeller) init_rings<Mode>(k, s.rings);
-  for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kDealtThreads) words[i] = 0;
+  for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kLargeThreads) words[i] = 0;
   const Experts experts{reinterpret_cast<std::uint32_t*>(launched + DispatchMemory(k.c).places), k.expert_pieces};
   std::uint32_t step = 0;
   if (a.send) {
@@ -163,13 +163,13 @@ __device__ __forceinline__ void run_dispatch_dealt(const DispatchArguments& a) {
       __syncthreads();
     }
     step = s.plan.step;
-    send_dealt<Mode, kHooks>(a, s, experts, launched, words);
+    send_large<Mode, kHooks>(a, s, experts, launched, words);
   } else if (!find_open_step(a, step)) {
     if (kHooks) raise_after_failure(a);
     return;
   }
   if (a.recv) {
-    receive_dealt<kHooks>(a, step, s, experts);
+    receive_large<kHooks>(a, step, s, experts);
     if (kHooks) raise_after_failure(a);
   }
   if (a.send) leave_plan(a, s.last);
@@ -184,8 +184,8 @@ namespace large {
 namespace {
 
 template <typename Mode, bool kHooks>
-__global__ void __launch_bounds__(kDealtThreads, 1) dispatch(const __grid_constant__ DispatchArguments a) {
-  run_dispatch_dealt<Mode, kHooks>(a);
+__global__ void __launch_bounds__(kLargeThreads, 1) dispatch(const __grid_constant__ DispatchArguments a) {
+  run_dispatch_large<Mode, kHooks>(a);
 }
 
 }  // namespace
@@ -193,17 +193,17 @@ __global__ void __launch_bounds__(kDealtThreads, 1) dispatch(const __grid_consta
 Choice<DispatchArguments> choose(const Config& c, const DispatchCall& call) {
   return choose_mode(c, call, [&](auto mode) -> Choice<DispatchArguments> {
     using Mode = decltype(mode);
-    return {"large::dispatch", call.hooks ? dispatch<Mode, true> : dispatch<Mode, false>, kDealtThreads, DispatchMemory(c).bytes};
+    return {"large::dispatch", call.hooks ? dispatch<Mode, true> : dispatch<Mode, false>, kLargeThreads, DispatchMemory(c).bytes};
   });
 }
 
 }  // namespace large
 
-bool can_dispatch_many(const Config& c, std::uint32_t shared_bytes) {
+bool can_dispatch_large(const Config& c, std::uint32_t shared_bytes) {
   return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) && payload_bytes(c) % 16 == 0 && kWorkers * counting_bytes(c) <= kRingBytes &&
          DispatchMemory(c).bytes + kBytesOfObject<DispatchShared> <= shared_bytes && (can_deal_sends(c) || !quantised(c.wire));
 }
 
-std::uint32_t dispatch_many_parts(const Config& c) { return ceil_div(payload_bytes(c), kRowPartBytes); }
+std::uint32_t large_row_parts(const Config& c) { return ceil_div(payload_bytes(c), kRowPartBytes); }
 
 }  // namespace pplx::cuda

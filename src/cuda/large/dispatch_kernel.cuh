@@ -8,10 +8,10 @@ namespace pplx::cuda {
 namespace {
 
 // Shared memory of a launch: sums of what comes before a chunk, counts of the planner's own, the places of experts, then what each kernel wants.
-struct ManyMemory {
+struct LargeMemory {
   std::uint32_t counts, places, others;  // where each begins; sums come first
 
-  constexpr explicit ManyMemory(const Config& c)
+  constexpr explicit LargeMemory(const Config& c)
       : counts(4 * chunk_columns(c)),
         places(counts + counting_bytes(c)),
         others(static_cast<std::uint32_t>(align_up(places + 4ull * (c.world + 1) * kNumbersOfPiece * expert_pieces(c), kLine))) {}

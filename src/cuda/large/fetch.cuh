@@ -1,7 +1,7 @@
-// A combine of many tokens whose experts wrote into one of the heap's buffers (Config::lent). A rank offers each peer the place of its first row there, and
-// stores none: who receives a token fetches its rows. Rows of a source that has few, and those of one of whom some have no place, go as ever.
+// A large combine whose experts wrote into one of the heap's buffers (Config::lent). A rank offers each peer the place of its first row there, and
+// stores none: the receiver of a token fetches its rows. Rows of a source that has few, and of one of whose rows some have no place, are stored.
 //
-// Nobody says that it has fetched. A buffer is lent to a dispatch that is at least `in_flight` later (pplx_comm/device/lent.py), and written behind that one's
+// Fetches are not acknowledged. A buffer is lent to a dispatch that is at least `in_flight` later (pplx_comm/device/lent.py), and written behind that one's
 // receive half. All peers have sent theirs by then, so they have closed the step in which they fetched from it.
 #pragma once
 
@@ -9,13 +9,13 @@
 
 namespace pplx::cuda {
 
-// Whether this source is offered its rows: it has many tokens then, and receives by a kernel that fetches. So many of a source's rows lie side by side.
+// True if this source is offered its rows: it has many tokens then, and receives by a kernel that fetches. All rows of a source lie side by side.
 __device__ inline bool is_offered(const CombineArguments& a, const CombineShared& s, std::uint32_t source) {
   const std::uint32_t end = s.rows_begin[source + 1];
   return a.made_at != 0 && has_many(s, source) && end <= a.expert_rows;
 }
 
-// By one warp: this thread block's share, and headers and offers that nobody has sent yet.
+// Takes this thread block's share, and sends headers and offers that are not sent yet. By one warp.
 __device__ inline void begin_to_offer(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, set = set_of(k.c, step);
@@ -38,7 +38,7 @@ __device__ inline void begin_to_offer(const CombineArguments& a, std::uint32_t s
   __syncwarp();
 }
 
-// By a dealer: where each peer's rows are fetched from, null where they come by themselves. False: something failed.
+// Finds out where each peer's rows are fetched from, null where they are stored. By a dealer. False: something failed.
 __device__ inline bool hear_of_rows(const CombineArguments& a, std::uint32_t step, char** rows_at) {
   const Common& k = a.common;
   const Spends waits(k, Span::AwaitingSums);

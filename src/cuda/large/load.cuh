@@ -1,10 +1,10 @@
-// How a dispatch of many tokens sends, inside a node: warps with roles, and rings in shared memory between them. The loader asks for tokens far
+// The send half of a large dispatch inside a node: warps with roles, and rings in shared memory between them. The loader asks for tokens far
 // ahead, by bulk copies; quantisers, where there is anything to quantise, make rows of them, a team each of them together; the dealer
 // (large/route.cuh) looks tokens up, some at a time, a choice in each lane, and says where their rows go; storers (large/store.cuh) take them
 // there, by ordinary stores of all lanes, which wait for nothing; the teller, and at last storers, raise the arrival words of all that has been
-// stored, behind one fence. The dealer is ahead of that by as much as keeps the link busy. So the fence, the looking up and the way of tokens
-// through memory stand behind nobody else's work, and the first rows are there before anything is planned. Where this launch receives, too, rows of
-// this rank go to their places at once, as soon as these are known; before, they go the way of all others.
+// stored, behind one fence. The dealer is only far enough ahead to saturate the link. So the fence, the lookups and the way of tokens through
+// memory delay no other warp, and the first rows are there before anything is planned. Where this launch receives, rows of
+// this rank go to their places as soon as these are known; before, they go the way of all others.
 //
 // None of them waits for a peer, but the dealer where it may keep no more own rows: for the counts, which wait for no row.
 #pragma once
@@ -13,6 +13,7 @@
 #include "../plan/chunk_plan.cuh"
 #include "../decode/payload.cuh"
 #include "quantise.cuh"
+#include "ring.cuh"
 
 namespace pplx::cuda {
 
@@ -24,44 +25,23 @@ inline constexpr std::uint32_t kRingBytes = kTokensInBytes + kRowsOutBytes;
 // Where a lane's part of a token goes.
 struct SentRow {
   char* row = nullptr;  // at the peer, scales and all
-  char *place = nullptr, *scales = nullptr;  // of the output, for a copy of this rank's own row
+  char *place = nullptr, *scales = nullptr;  // places in the output, for a copy of this rank's own row
 };
 
-// What was dealt together: the lanes of a token are as many as a power of two.
+// Tokens that are dealt together. The lanes of a token are a power of two.
 struct Batch {
-  std::uint32_t first, tokens;  // of this rank's; no tokens: there are no more
+  std::uint32_t first, tokens;  // this rank's tokens; tokens 0: there are no more
   SentRow rows[32];
 };
 
 struct SendRings {
   std::uint64_t loaded[kMostTokensIn], used[kMostTokensIn];  // turns: by the loader; by the team, or a storer
-  std::uint64_t quantised[kMostRowsOut], stored[kMostRowsOut];  // by teams; by a storer
-  std::uint64_t dealt[kBatches], there[kBatches], told[kBatches];  // by the dealer, all storers, the teller
-  std::uint32_t parts;  // of tokens; known when there are no more
-  std::uint32_t next_told;  // batch that nobody tells of yet; kNone: there is none any more
+  std::uint64_t quantised[kMostRowsOut], stored[kMostRowsOut];  // arrivals of teams, and of a storer
+  std::uint64_t dealt[kBatches], there[kBatches], told[kBatches];  // arrivals of the dealer, all storers, the teller
+  std::uint32_t parts;  // all parts of tokens; known when there are no more
+  std::uint32_t next_told;  // the first batch that no warp tells of yet; kNone: there is none any more
   KeptRows kept;
   Batch batches[kBatches];
-};
-
-// A place of a ring, which each warp goes through by itself.
-class SendPlace {
- public:
-  __device__ explicit SendPlace(std::uint32_t places) : places_(places) {}
-  __device__ void next() {
-    if (++at != places_) return;
-    at = 0;
-    ++turn;
-  }
-  // Waits until it is free, by a warp of which one lane fills it. The lanes meet: one that looks later would miss the turn.
-  __device__ void await_free(std::uint64_t* turns) const {
-    if (turn != 0) await_turn(turns + at, turn - 1);
-    __syncwarp();
-  }
-
-  std::uint32_t at = 0, turn = 0;
-
- private:
-  const std::uint32_t places_;
 };
 
 // How tokens of this launch are cut: into parts, which quantisers take to rows, or storers to where they go.
@@ -85,12 +65,12 @@ struct SendShape {
   __device__ std::uint32_t elements(const Common& k, std::uint32_t part) const { return min(k.c.hidden - part * kOfPart, kOfPart); }
   __device__ std::uint32_t bytes(const Common& k, std::uint32_t part) const { return elements(k, part) * kElementBytes<Mode>; }
 
-  const std::uint32_t parts;  // of a token
+  const std::uint32_t parts;  // a token's parts
   const std::uint32_t of_quantiser;  // elements of a part, of each of the team
   const std::uint32_t part_bytes, row_bytes;  // the most that a place has
   const std::uint32_t room_out;
   const std::uint32_t teams, storers;  // that there is room for
-  // Each of a ring's places has the same team, and the same storer, in every turn: who has not seen one turn of a place would take it for the
+  // Each of a ring's places has the same team, and the same storer, in every turn: a warp that has not seen one turn of a place would take it for the
   // next one.
   const std::uint32_t places_out, places_in;
   const std::uint32_t early;  // places that are free while chunks are counted
@@ -114,7 +94,7 @@ static_assert(kTokensIn >= kTeams && kMostTokensIn >= kTeams && kRowsOut >= kTea
 // While a row leaves, another is made.
 constexpr bool can_deal_sends(const Config& c) { return kRowsOutBytes / (dispatch_block(c).scales_at + 16 * ceil_div(c.hidden, 512)) >= 2; }
 
-// By one warp, before the block meets for the first time.
+// Initialises the rings, by one warp, before the first `__syncthreads`.
 template <typename Mode>
 __device__ inline void init_rings(const Common& k, SendRings& s) {
   const std::uint32_t lane = threadIdx.x % 32;
@@ -144,15 +124,15 @@ __device__ inline void init_rings(const Common& k, SendRings& s) {
 template <typename Mode>
 class TokenLoader {
  public:
-  __device__ TokenLoader(const DispatchArguments& a, ManyPlan& plan, SendRings& rings, char* in)
+  __device__ TokenLoader(const DispatchArguments& a, LargePlan& plan, SendRings& rings, char* in)
       : a_(a), plan_(plan), rings_(rings), in_(in), shape_(a.common), place_(shape_.places_in) {}
 
-  // What finds room of the first chunk, before anything is planned.
+  // Asks for the tokens of the first chunk that find room, before anything is planned.
   __device__ void ask_early() {
     begin_chunk();
     while (asked_ < shape_.early && token_ < tokens_) ask();
   }
-  // In place of load(): nobody wants what was asked for.
+  // Drains prefetches after a refused step, in place of load().
   __device__ void drop() {
     for (std::uint32_t i = 0; i < asked_; ++i) await_turn(rings_.loaded + i, 0);
   }
@@ -184,7 +164,7 @@ class TokenLoader {
     __syncwarp();
     if (tokens_ != 0 && threadIdx.x % 32 == 0) turns_arrive(plan_.used + turn);
   }
-  // For the next part.
+  // Asks for the next part.
   __device__ void ask() {
     {
       const Spends waits(a_.common, Span::AwaitingPlaceIn);
@@ -205,18 +185,18 @@ class TokenLoader {
   }
 
   const DispatchArguments& a_;
-  ManyPlan& plan_;
+  LargePlan& plan_;
   SendRings& rings_;
   char* const in_;
   const SendShape<Mode> shape_;
-  SendPlace place_;
+  Ring place_;
   std::uint32_t chunk_ = 0, first_ = 0, tokens_ = 0;  // chunks so far; tokens of the last one
   std::uint32_t token_ = 0, part_ = 0, asked_ = 0;  // the next one; all parts
 };
 
 // ---- quantisers ----
 
-// By one of the block's: those of a team have neighbouring numbers.
+// A quantiser: those of a team have neighbouring numbers.
 template <typename Mode>
 __device__ inline void quantise_tokens(const Common& k, SendRings& rings, const char* in, char* out, std::uint32_t number) {
   using Shape = SendShape<Mode>;
@@ -224,7 +204,7 @@ __device__ inline void quantise_tokens(const Common& k, SendRings& rings, const 
   const Shape shape(k);
   const std::uint32_t team = number / kOfTeam;
   if (team >= shape.teams) return;
-  SendPlace from(shape.places_in), to(shape.places_out);
+  Ring from(shape.places_in), to(shape.places_out);
   std::uint32_t part = 0;
   const auto go_on = [&](std::uint32_t parts) {
     for (std::uint32_t i = 0; i < parts; ++i) {

@@ -11,9 +11,9 @@ class TileQuantiser {
  public:
   static constexpr std::uint32_t kPassElements = 512, kPasses = kMostBytes / kElementBytes / kPassElements;
 
-  // Elements [0, elements) at `from`, a multiple of sixteen, become as many codes, and a scale for each block of them, sixteen bytes of scales at
+  // Quantises elements [0, elements) at `from`, a multiple of sixteen: a code for each, and a scale for each block of them, sixteen bytes of scales at
   // once; scales of MXFP8 are bytes. All in shared memory.
-  // read(): nobody looks at them there any more.
+  // read(): the elements are not looked at any more.
   template <typename Read>
   __device__ static void quantise(const Common& k, const char* from, std::uint32_t elements, char* codes, char* scales, const Read& read) {
     if (k.c.wire == Wire::MXFP8) {
@@ -141,7 +141,7 @@ class TileQuantiser {
   }
 };
 
-// Of the caller's tokens, where they are quantised.
+// Bytes of an element of the caller's tokens, where they are quantised.
 template <typename Mode>
 inline constexpr std::uint32_t kElementBytes = 0;
 template <std::uint32_t kBytes>

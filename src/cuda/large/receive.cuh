@@ -8,28 +8,28 @@
 
 namespace pplx::cuda {
 
-// This rank's own rows that a thread block has stored as it stores those of peers, while nobody knew their places.
+// This rank's own rows that a thread block has stored as it stores those of peers, because their places were not known yet.
 struct KeptRows {
   Gate known;  // all of them
   std::uint32_t rows, next;
-  std::uint32_t row[kMostKeptRows];  // of the block that this rank sends itself
+  std::uint32_t row[kMostKeptRows];  // numbers in the block that this rank sends itself
 };
 
-// What a warp must know to find the runs of peers' rows. It lies in shared memory, since a warp that kept it in registers would spill them.
+// Facts by which a warp finds the runs of peers' rows. They lie in shared memory, since a warp that kept them in registers would spill.
 struct CarriedRuns {
   Gate known;
   std::uint32_t most;  // rows of a run
   RunCounts counts;
 };
 
-// For any warp that has nothing to send.
+// The receiver: any warp that has nothing to send.
 template <bool kHooks>
 class RowCarrier {
  public:
   __device__ RowCarrier(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, CarriedRuns& runs, const Experts& e)
       : a_(a), k_(a.common), step_(step), s_(s), runs_(runs), e_(e) {}
 
-  // By the warp that has counted rows.
+  // Counts the runs, by the warp that has counted rows.
   __device__ void find_runs() {
     if (s_.good) {
       const std::uint32_t own = sources() == k_.living ? 0 : s_.rows_begin[k_.c.rank + 1] - s_.rows_begin[k_.c.rank];
@@ -59,7 +59,7 @@ class RowCarrier {
         continue;
       }
       RowRun run;
-      // Peers' thread blocks send side by side, as many as this rank's, or so.
+      // Peers' thread blocks send side by side; each peer has about the number of this rank's.
       if (unit < counts.all)
         run = RowRuns(k_, s_.rows_begin, sources(), runs_.most, a_.stretches, counts).at(unit);
       else if (kept == nullptr || !find_kept(*kept, run))

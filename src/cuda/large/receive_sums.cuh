@@ -4,12 +4,12 @@
 // for.
 #pragma once
 
-#include "ring.cuh"
+#include "adders.cuh"
 #include "fetch.cuh"
 
 namespace pplx::cuda {
 
-// By one warp of each team. kFetches: some peers' rows.
+// The dealer of each team: one warp. kFetches: some peers' rows.
 template <bool kFetches>
 class SumDealer : RowDealer {
  public:
@@ -45,7 +45,7 @@ class SumDealer : RowDealer {
   // A lane's choice of a token.
   struct Looked {
     std::uint32_t entry = kNone;  // its row of a peer's block
-    std::uint32_t places = 0;  // of this rank's own row, so many
+    std::uint32_t places = 0;  // places of this rank's own row
     std::uint32_t place = kNone;  // one of them
     float weight = 1.0f;
   };
@@ -116,9 +116,9 @@ class SumDealer : RowDealer {
     dealt.what = own != 0 ? kHasOwn : 0;
     const bool is_peer = (peers >> lane() & 1) != 0;
     const std::uint8_t of_peer = dealt.what | (blank ? kMakeBlank : 0);
-    for (dealt.at = 0; dealt.at < k_.row_bytes; dealt.at += place_.part) {
+    for (dealt.at = 0; dealt.at < k_.row_bytes; dealt.at += part_) {
       if ((placed | peers) == 0) add(0, dealt, nullptr, 0);
-      const std::uint32_t bytes = min(place_.part, k_.row_bytes - dealt.at);
+      const std::uint32_t bytes = min(part_, k_.row_bytes - dealt.at);
       dealt.row = const_cast<char*>(own_row) + dealt.at;
       dealt.weight = weight;
       for (std::uint32_t bits = placed; bits != 0; bits &= bits - 1) add(__ffs(static_cast<int>(bits)) - 1, dealt, dealt.row, bytes);
@@ -133,11 +133,11 @@ class SumDealer : RowDealer {
   char** const rows_at_;
 };
 
-// By one of several warps.
+// An adder: one of several warps.
 template <typename T, typename Adders>
 class SumAdder : RowAdder<Adders> {
   using Base = RowAdder<Adders>;
-  using Base::a_, Base::k_, Base::place_, Base::kVectors;
+  using Base::a_, Base::k_, Base::part_, Base::kVectors;
   using Base::at, Base::leave, Base::look, Base::take;
 
  public:
@@ -155,7 +155,7 @@ class SumAdder : RowAdder<Adders> {
 
  private:
   __device__ void add_part(const DealtRow& first) {
-    const std::uint32_t bytes = min(place_.part, k_.row_bytes - first.at), rows = first.peers + (first.what & kHasOwn);
+    const std::uint32_t bytes = min(part_, k_.row_bytes - first.at), rows = first.peers + (first.what & kHasOwn);
     char* const y = a_.y + std::uint64_t{first.token} * a_.y_stride + first.at;
     const bool as_it_is = first.own <= 1 && first.own == (first.what & kHasOwn) && first.weight == 1.0f;
     if (first.own + first.peers == 0) leave();

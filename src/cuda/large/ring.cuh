@@ -1,198 +1,29 @@
-// Rows that one warp of a thread block, a dealer, asks for, and that others, the adders, take out of shared memory together, each its part: a ring
-// of places that rows, or parts of long ones, come to. What many rows have in common, looking them up and asking for them, is done once, by
-// a warp that is ahead, for all.
+// A ring of places in shared memory, each with an mbarrier for its producer and one for its consumers.
 #pragma once
 
 #include "../plan/chunk_plan.cuh"
-#include "../common/sum.cuh"
 
 namespace pplx::cuda {
 
-// A row, or a part of one, on its way to shared memory. Those of a sum come after each other.
-struct DealtRow {
-  char* row = nullptr;  // of this part: where it comes from, or where the sum goes to that it is an input of
-  std::uint32_t token = 0;  // of this rank's
-  std::uint32_t at = 0;  // where in the row
-  float weight = 1.0f;
-  std::uint8_t own = 0, peers = 0;  // rows of the sum: own ones, and what peers have sent
-  std::uint8_t before = 0;  // those of peers that come before the sum of own ones
-  std::uint8_t what = 0;
-};
-inline constexpr std::uint8_t kHasOwn = 1;  // also where none of them has a place
-inline constexpr std::uint8_t kMakeBlank = 2;  // a later step of few tokens has a row here that shows by itself
-inline constexpr std::uint8_t kRowsShow = 4;  // the row that is sent shows by itself that it has come
-inline constexpr std::uint8_t kNoMore = 8;
-inline constexpr std::uint8_t kEndsRun = 16;  // of rows to send, as many as `token` says: their source is told
-
-inline constexpr std::uint32_t kMostDealtRows = 16;
-inline constexpr std::uint32_t kDealtPart = kAdders * kVectorsOfAdder * 512;
-
-// Warps that add up together, and the vectors of a part that each lane of them has.
-template <std::uint32_t warps, int vectors>
-struct AddersOf {
-  static constexpr std::uint32_t kWarps = warps;
-  static constexpr int kVectors = vectors;
-  static_assert(warps * vectors * 512 == kDealtPart, "all together a part");
-};
-
-struct DealtRows {
-  std::uint64_t loaded[kMostDealtRows], used[kMostDealtRows];  // turns
-  DealtRow rows[kMostDealtRows];
-
-  // By one warp, before the block meets for the first time. For so many adders.
-  __device__ void init(std::uint32_t adders) {
-    const std::uint32_t lane = threadIdx.x % 32;
-    if (lane < kMostDealtRows) turns_init(loaded + lane, 1);
-    if (lane < kMostDealtRows) turns_init(used + lane, adders);
-  }
-};
-
-// Where a ring's rows come to.
-struct RingMemory {
-  char* memory;
-  std::uint32_t parts;  // it has room for so many of kDealtPart
-};
-
-// A place of the ring, which the dealer and each adder go through by themselves.
-class RingPlace {
+// The place that a warp is at. Each warp goes through the ring by itself.
+class Ring {
  public:
-  __device__ RingPlace(std::uint32_t row_bytes, std::uint32_t parts)
-      : part(min(row_bytes, kDealtPart)), places_(min(parts * kDealtPart / part, kMostDealtRows)) {}
+  __device__ explicit Ring(std::uint32_t places) : places_(places) {}
   __device__ void next() {
     if (++at != places_) return;
     at = 0;
     ++turn;
   }
+  // Waits until the place is free, by a warp of which one lane fills it. The lanes meet: one that looks later would miss the turn.
+  __device__ void await_free(std::uint64_t* turns) const {
+    if (turn != 0) await_turn(turns + at, turn - 1);
+    __syncwarp();
+  }
 
-  const std::uint32_t part;  // bytes of a place
   std::uint32_t at = 0, turn = 0;
 
  private:
   const std::uint32_t places_;
-};
-
-// What dealers have in common: a warp with a choice of a token, or of a row, in each lane, those of some after each other.
-class RowDealer {
- public:
-  __device__ RowDealer(const CombineArguments& a, std::uint32_t step, const CombineShared& s, DealtRows& ring, const RingMemory& memory)
-      : a_(a), k_(a.common), step_(step), s_(s), ring_(ring), memory_(memory.memory), place_(k_.row_bytes, memory.parts) {
-    while (1u << shift_ < k_.c.top_k) ++shift_;
-  }
-
- protected:
-  __device__ std::uint32_t lane() const { return threadIdx.x % 32; }
-  __device__ std::uint32_t choice() const { return lane() & ((1u << shift_) - 1); }
-  __device__ std::uint32_t together() const { return 32u >> shift_; }
-  // The lanes of the nth that are looked up together.
-  __device__ std::uint32_t lanes_of(std::uint32_t nth) const { return (~0u >> (32 - (1u << shift_))) << (nth << shift_); }
-
-  // kNone in place of a place that the caller's rows do not have.
-  __device__ std::uint32_t checked(std::uint32_t place) const {
-    if (place == kNone || place < a_.expert_rows) return place;
-    k_.report->notices.short_output = 1;
-    return kNone;
-  }
-  __device__ const char* expert_row(std::uint32_t place) const { return a_.expert_out + (place == kNone ? 0 : place) * a_.expert_stride; }
-
-  __device__ void tell(std::uint32_t token, std::uint8_t what) {
-    DealtRow dealt;
-    dealt.token = token;
-    dealt.what = what;
-    add(0, dealt, nullptr, 0);
-  }
-
-  // The lane `by` puts what it has into the next place of the ring.
-  __device__ void add(std::uint32_t by, const DealtRow& dealt, const char* from, std::uint32_t bytes) {
-    linger(k_, std::uint64_t{step_} << 32 | dealt.token);
-    if (lane() == by) {
-      if (place_.turn != 0) await_turn(ring_.used + place_.at, place_.turn - 1);
-      ring_.rows[place_.at] = dealt;
-      if (bytes != 0) {
-        turns_expect(ring_.loaded + place_.at, bytes);
-        bulk_load(memory_ + place_.at * place_.part, from, bytes, ring_.loaded + place_.at);
-      } else {
-        turns_arrive(ring_.loaded + place_.at);
-      }
-    }
-    __syncwarp();
-    place_.next();
-  }
-
-  const CombineArguments& a_;
-  const Common& k_;
-  const std::uint32_t step_;
-  const CombineShared& s_;
-  DealtRows& ring_;
-  char* const memory_;
-  RingPlace place_;
-  std::uint32_t shift_ = 0;  // a token's choices have as many lanes as a power of two
-};
-
-// What adders have in common: number `number` of them, a warp.
-template <typename Adders>
-class RowAdder {
- protected:
-  static constexpr int kVectors = Adders::kVectors;
-
- public:
-  __device__ RowAdder(const CombineArguments& a, std::uint32_t step, DealtRows& ring, const RingMemory& memory, std::uint32_t number)
-      : a_(a), k_(a.common), step_(step), ring_(ring), memory_(memory.memory), number_(number), place_(k_.row_bytes, memory.parts) {}
-
- protected:
-  __device__ std::uint32_t lane() const { return threadIdx.x % 32; }
-  // This lane's vector j of a part begins here.
-  __device__ std::uint32_t at(int j) const { return ((j * Adders::kWarps + number_) * 32 + lane()) * 16; }
-
-  __device__ const DealtRow& look() {
-    const Spends waits(k_, Span::AwaitingInputs);
-    await_turn(ring_.loaded + place_.at, place_.turn);
-    return ring_.rows[place_.at];
-  }
-  __device__ void leave() {
-    __syncwarp();
-    if (lane() == 0) turns_arrive(ring_.used + place_.at);
-    place_.next();
-  }
-
-  // This lane's part of the next row, and its weight.
-  __device__ float take(std::uint32_t bytes, uint4 (&v)[kVectors]) {
-    const DealtRow& dealt = look();
-    const char* const from = memory_ + place_.at * place_.part;
-    const float weight = dealt.weight;
-    if (bytes == kDealtPart) {
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) v[j] = *reinterpret_cast<const uint4*>(from + at(j));
-    } else {
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j) v[j] = at(j) < bytes ? *reinterpret_cast<const uint4*>(from + at(j)) : make_uint4(0, 0, 0, 0);
-    }
-    if ((dealt.what & kMakeBlank) != 0) {
-#pragma unroll
-      for (int j = 0; j < kVectors; ++j)
-        if (at(j) < bytes) make_blank(dealt.row + at(j));
-    }
-    leave();
-    return weight;
-  }
-
-  // The next n rows, with their weights.
-  template <typename T>
-  __device__ void add_rows(std::uint32_t n, std::uint32_t bytes, Sums<T, kVectors>& sums) {
-    for (; n != 0; --n) {
-      uint4 v[kVectors];
-      const float weight = take(bytes, v);
-      const Spends adds(k_, Span::AddingUp);
-      sums.add_row(v, weight);
-    }
-  }
-
-  const CombineArguments& a_;
-  const Common& k_;
-  const std::uint32_t step_;
-  DealtRows& ring_;
-  const char* const memory_;
-  const std::uint32_t number_;
-  RingPlace place_;
 };
 
 }  // namespace pplx::cuda

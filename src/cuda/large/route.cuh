@@ -8,15 +8,15 @@
 
 namespace pplx::cuda {
 
-// kHooks: this rank's own rows go the way of all others, since who receives counts them.
+// kHooks: this rank's own rows go the way of all others, since the receiver counts them.
 template <bool kHooks>
 class TokenDealer {
  public:
-  __device__ TokenDealer(const DispatchArguments& a, ManyPlan& plan, ReceiveShared& receive, const Experts& experts, char* const* rows_at,
+  __device__ TokenDealer(const DispatchArguments& a, LargePlan& plan, ReceiveShared& receive, const Experts& experts, char* const* rows_at,
                        SendRings& rings)
       : a_(a), k_(a.common), plan_(plan), receive_(receive), experts_(experts), rows_at_(rows_at), rings_(rings) {
     while (1u << shift_ < k_.c.top_k) ++shift_;
-    together_ = min(32u >> shift_, kDealtTogether);
+    together_ = min(32u >> shift_, kTokensTogether);
     if (k_.living == 1) return;
     const std::uint64_t token_bytes = std::uint64_t{min(k_.c.top_k, k_.living - 1)} * k_.dispatch.row_bytes;
     const std::uint32_t most = tokens_on_their_way(min(a.stretches, gridDim.x), token_bytes);
@@ -87,7 +87,7 @@ class TokenDealer {
     if (has_own) place_words(a_, mine, choice());
   }
 
-  // Whether places of own rows are known. If not, those are kept for later.
+  // True if places of own rows are known. If not, those are kept for later.
   __device__ bool places_own(bool is_own, std::uint32_t owners, std::uint32_t entry) {
     if (places_known_) return true;
     const std::uint32_t n = __popc(owners);
@@ -171,13 +171,13 @@ class TokenDealer {
 
   const DispatchArguments& a_;
   const Common& k_;
-  ManyPlan& plan_;
+  LargePlan& plan_;
   ReceiveShared& receive_;
   const Experts& experts_;
   char* const* const rows_at_;  // where this rank's rows begin at each peer
   SendRings& rings_;
   std::uint32_t shift_ = 0, together_ = 1;  // tokens
-  std::uint32_t dealt_ = 0, under_way_ = kBatches;  // batches; at most so many that peers have not been told of
+  std::uint32_t dealt_ = 0, under_way_ = kBatches;  // batches; `under_way_`: the most that peers have not been told of
   std::uint32_t kept_ = 0;  // own rows
   bool places_known_ = false;
 };

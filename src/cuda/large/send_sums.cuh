@@ -1,11 +1,11 @@
-// The send half of a plain combine of many tokens whose rows are sums of several rows of experts. The dealer looks up the rows of a run, and asks
+// The send half of a plain large combine whose rows are sums of several rows of experts. The dealer looks up the rows of a run, and asks
 // for row after row of what is to be added up; the adders leave a part of the sum in shared memory, from where a bulk copy takes it to the
-// row's source; the teller begins that copy, and raises the words of a run's rows once they have arrived, behind one fence. Nobody here
-// waits for a peer, so a thread block sends all that nobody else sends, whatever its other half waits for.
+// row's source; the teller begins that copy, and raises the words of a run's rows once they have arrived, behind one fence. None of these warps
+// waits for a peer, so a thread block sends all that no other block sends, whatever its other half waits for.
 #pragma once
 
 #include "../decode/combine_send.cuh"
-#include "ring.cuh"
+#include "adders.cuh"
 #include "../plan/runs.cuh"
 
 namespace pplx::cuda {
@@ -16,26 +16,26 @@ inline constexpr std::uint32_t kOutBytes = kPartsOut * kDealtPart;
 struct PartOut {
   char* to = nullptr;  // null: there are no more
   std::uint32_t at = 0;  // where in the row
-  std::uint32_t ends = 0;  // the last part of a run of so many rows, whose source is told
+  std::uint32_t ends = 0;  // not 0: the last part of a run of `ends` rows, whose source is told
 };
 
 struct PartsOut {
   std::uint64_t filled[kPartsOut], sent[kPartsOut];  // turns
   PartOut parts[kPartsOut];
 
-  // By one thread, before the block meets for the first time. For so many adders.
+  // Initialises the ring, by one thread, before the first `__syncthreads`. `adders`: producer warps.
   __device__ void init(std::uint32_t adders) {
     for (std::uint64_t& turns : filled) turns_init(&turns, adders);
     for (std::uint64_t& turns : sent) turns_init(&turns, 1);
   }
 };
 
-// By one warp.
+// The dealer: one warp.
 class SendDealer : RowDealer {
  public:
   using RowDealer::RowDealer;
 
-  // The block's own share of the runs, once it is known whether it has one, and those that nobody has begun.
+  // Deals the block's own share of the runs, if it still has it, and those that no block has begun.
   __device__ void deal() {
     const Spends all(k_, Span::SendingSums);
     const std::uint32_t most = min(told_together(s_.rows_begin[k_.c.world], gridDim.x), together());
@@ -50,7 +50,7 @@ class SendDealer : RowDealer {
   // A run, and a lane's choice of one of its rows.
   struct Looked {
     RowRun run;
-    std::uint32_t choices = 0;  // of the row, a bit each
+    std::uint32_t choices = 0;  // the row's choices, a bit each
     std::uint32_t place = kNone;
     float weight = 1.0f;
   };
@@ -90,9 +90,9 @@ class SendDealer : RowDealer {
     for (std::uint32_t i = 0; i < run.rows; ++i) {
       const std::uint32_t inputs = placed & lanes_of(i);
       dealt.own = static_cast<std::uint8_t>(__popc(inputs));
-      for (dealt.at = 0; dealt.at < k_.row_bytes; dealt.at += place_.part) {
-        const std::uint32_t bytes = min(place_.part, k_.row_bytes - dealt.at);
-        const bool ends = i + 1 == run.rows && dealt.at + place_.part >= k_.row_bytes;
+      for (dealt.at = 0; dealt.at < k_.row_bytes; dealt.at += part_) {
+        const std::uint32_t bytes = min(part_, k_.row_bytes - dealt.at);
+        const bool ends = i + 1 == run.rows && dealt.at + part_ >= k_.row_bytes;
         dealt.row = rows + std::uint64_t{i} * k_.combine.row_bytes + dealt.at;
         dealt.what = by_word ? (ends ? kEndsRun : 0) : kRowsShow;
         if (inputs == 0) add(0, dealt, nullptr, 0);
@@ -102,11 +102,11 @@ class SendDealer : RowDealer {
   }
 };
 
-// By one of several warps.
+// An adder: one of several warps.
 template <typename T, typename Adders>
 class SendAdder : RowAdder<Adders> {
   using Base = RowAdder<Adders>;
-  using Base::k_, Base::step_, Base::number_, Base::place_, Base::kVectors;
+  using Base::k_, Base::step_, Base::number_, Base::part_, Base::kVectors;
   using Base::at, Base::lane, Base::leave, Base::look;
 
  public:
@@ -128,14 +128,14 @@ class SendAdder : RowAdder<Adders> {
 
  private:
   __device__ void add_part(const DealtRow& first) {
-    const std::uint32_t bytes = min(place_.part, k_.row_bytes - first.at);
+    const std::uint32_t bytes = min(part_, k_.row_bytes - first.at);
     if (first.own == 0) leave();
     Sums<T, kVectors> sums;
     Base::add_rows(first.own, bytes, sums);
     linger(k_, std::uint64_t{step_} << 32 | first.at);
     const bool shows = (first.what & kRowsShow) != 0;
     if (!shows) await_place();
-    char* const to = shows ? first.row : out_ + place_out() * place_.part;
+    char* const to = shows ? first.row : out_ + place_out() * part_;
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       if (at(j) >= bytes) continue;
@@ -170,7 +170,7 @@ class SendAdder : RowAdder<Adders> {
   std::uint32_t filled_ = 0;
 };
 
-// By one warp.
+// The teller: one warp.
 class SendTeller {
  public:
   __device__ SendTeller(const CombineArguments& a, std::uint32_t step, PartsOut& parts, const char* out)

@@ -1,4 +1,4 @@
-// Storers and the teller of a dispatch of many tokens inside a node (large/load.cuh): how rows leave a thread block, and who hears of it.
+// Storers and the teller of a large dispatch inside a node (large/load.cuh): how rows leave a thread block, and how peers hear of them.
 #pragma once
 
 #include "../decode/dispatch_send.cuh"
@@ -8,7 +8,7 @@
 
 namespace pplx::cuda {
 
-// By one of the block's, who take places of the ring that rows leave from by turns: of rows, or of parts of tokens as they are.
+// A storer. Storers take places of the ring that rows leave from by turns: of rows, or of parts of tokens as they are.
 template <typename Mode>
 class RowStorer {
   using Shape = SendShape<Mode>;
@@ -23,7 +23,7 @@ class RowStorer {
   __device__ void store() {
     const Spends all(k_, Span::Sending);
     if (number_ >= shape_.storers) return;
-    for (SendPlace at(kBatches);; at.next()) {
+    for (Ring at(kBatches);; at.next()) {
       {
         const Spends waits(k_, Span::AwaitingPlan);
         await_turn(rings_.dealt + at.at, at.turn);
@@ -42,7 +42,7 @@ class RowStorer {
   }
 
  private:
-  static constexpr std::uint32_t kVectors = 8;  // sixteen bytes each, of a lane: a row of 7168 codes and their scales goes twice as many
+  static constexpr std::uint32_t kVectors = 8;  // sixteen bytes each, of a lane: a row of 7168 codes and their scales takes two passes
 
   __device__ static std::uint32_t places(const Shape& shape) {
     if constexpr (Shape::kQuantises)
@@ -112,7 +112,7 @@ class RowStorer {
     }
   }
 
-  // This lane's piece, the nth of a row's if there are as many, to each copy of the own row.
+  // Stores this lane's piece, the nth of a row's if there is one, to each copy of the own row.
   __device__ void place_scales(char* mine, std::uint32_t copies, const uint4& piece, std::uint32_t nth) const {
 #pragma unroll 1
     for (; copies != 0; copies &= copies - 1) place_scale(a_, of_lane(mine, __ffs(static_cast<int>(copies)) - 1), piece, nth);
@@ -139,12 +139,12 @@ class RowStorer {
   const char* const ring_;
   const std::uint32_t number_;
   const Shape shape_;
-  SendPlace place_;
+  Ring place_;
   std::uint32_t shift_ = 0;
 };
 
-// One fence for all that is there: what other warps have stored, this one has seen them tell of. By the teller, and by storers who have nothing
-// more to store: a fence takes as long as the link needs for all that stands before it, and the last one would begin behind another.
+// Raises the words of all rows that are there, behind one fence: the stores that other warps have told of are visible to this one. By the teller, and by
+// storers that have nothing more to store: a fence takes as long as the link needs for all that stands before it, and the last one would begin behind another.
 __device__ inline void tell_of_rows(const Common& k, std::uint32_t step, SendRings& rings) {
   const std::uint32_t lane = threadIdx.x % 32;
   for (;;) {

@@ -10,7 +10,6 @@
 
 #include "../common/step.cuh"
 #include "../common/gate.cuh"
-#include "../extras/replicas_of_chunks.cuh"
 #include "token_plan.cuh"
 #include "../rounds/remote.cuh"
 
@@ -29,7 +28,7 @@ struct ChunkBounds {
   std::uint32_t first, tokens;  // no tokens: there is no other chunk
 };
 
-struct ManyPlan {
+struct LargePlan {
   ClosedWords closed;
   std::uint32_t step;
   std::uint32_t first_stretch, first_chunk;  // that this thread block sends
@@ -58,14 +57,6 @@ struct ChunkChoices {
   __device__ static std::uint32_t at(std::uint32_t i) { return 32 * i + threadIdx.x % 32; }
   __device__ std::uint64_t of_step(const DispatchArguments& a, std::uint32_t i) const {
     return std::uint64_t{first} * a.common.c.top_k + at(i);
-  }
-  // Among the choices that the caller gave, of which replicas send a part each.
-  template <bool kPieces>
-  __device__ std::uint64_t given(const DispatchArguments& a, std::uint32_t i) const {
-    if constexpr (kPieces)
-      return choice_at<false>(a.common, first * a.common.c.top_k + at(i));
-    else
-      return of_step(a, i);
   }
 };
 
@@ -101,20 +92,19 @@ __device__ inline void mark_ranks(const Common& k, const ChunkMarks& marks) {
 struct ChunkIds {
   RawId ids[ChunkChoices::kOfLane];
 
-  template <bool kPieces = false>
   __device__ void load(const DispatchArguments& a, const ChunkChoices& chunk) {
     if (a.wide_ids) {
 #pragma unroll
       for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
         if (chunk.at(i) >= chunk.all) continue;
-        const uint2 both = static_cast<const uint2*>(a.ids)[chunk.given<kPieces>(a, i)];
+        const uint2 both = static_cast<const uint2*>(a.ids)[chunk.of_step(a, i)];
         ids[i].low = both.x;
         ids[i].high = both.y;
       }
     } else {
 #pragma unroll
       for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i)
-        if (chunk.at(i) < chunk.all) ids[i].low = static_cast<const std::uint32_t*>(a.ids)[chunk.given<kPieces>(a, i)];
+        if (chunk.at(i) < chunk.all) ids[i].low = static_cast<const std::uint32_t*>(a.ids)[chunk.of_step(a, i)];
     }
   }
   __device__ void keep(const DispatchArguments& a, const ChunkChoices& chunk, bool report, std::int32_t* kept) const {
@@ -147,7 +137,7 @@ __device__ inline void send_rows(const Common& k, std::uint32_t step, const std:
 }
 
 // By one warp, when all is counted: peers hear how many choices they get, and how many rows if they have not.
-// kPieces: some peers may be of other nodes, and some may be replicas.
+// kPieces: some peers may be of other nodes.
 template <bool kPieces = false>
 static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, std::uint32_t step) {
   const Common& k = a.common;
@@ -177,8 +167,6 @@ static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, 
     store_tagged(k, k.peers[peer] + k.heap.counts_at(k.c, set, k.c.rank) + kPieceBytes * nth, step, p.words[0], p.words[1], p.words[2]);
   }
   if (kPieces || !numbers_rows(a)) send_rows<kPieces>(k, step, a.plan.rows);
-  if constexpr (kPieces)
-    if (k.slice.of > 1) tell_replicas(a, step);
   if constexpr (kPieces) begin_remote_blocks(a, step);
   note(k, Stage::Counted);
 }
@@ -208,7 +196,7 @@ static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std:
   ChunkMarks marks(k, known_shared(memory));
   if (!with_ids) {
     ChunkIds ids;
-    ids.load<kPieces>(a, chunk);
+    ids.load(a, chunk);
     ids.keep(a, chunk, true, marks.ids);
   }
   marks.clear(k);
@@ -234,8 +222,6 @@ static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std:
   linger(k, number);
   if (lane == 0) store_release_here(a.chunk_counts.ready + number, arrival_word(k.generation, step));
   add_to_totals(a, marks, number);
-  if constexpr (kPieces)
-    if (k.slice.of > 1) digest_chunk(a, number);
   __syncwarp();
   std::uint32_t before = 0;
   if (lane == 0) before = count_in_order(a.chunk_counts.counted, 1);
@@ -341,19 +327,17 @@ struct LoadedChunk {
   ChunkIds ids;
   float weights[ChunkChoices::kOfLane];
 
-  template <bool kPieces = false>
   __device__ void load(const DispatchArguments& a, const ChunkChoices& chunk) {
-    ids.load<kPieces>(a, chunk);
+    ids.load(a, chunk);
 #pragma unroll
     for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
       weights[i] = 1.0f;
-      if (chunk.at(i) < chunk.all && a.weights != nullptr) weights[i] = a.weights[chunk.given<kPieces>(a, i)];
+      if (chunk.at(i) < chunk.all && a.weights != nullptr) weights[i] = a.weights[chunk.of_step(a, i)];
     }
   }
 };
 
 // A chunk of a given plan.
-template <bool kPieces = false>
 static __device__ __noinline__ void copy_chunk(const DispatchArguments& a, std::uint32_t number, PlannedChunk* planned) {
   PlannedChunk& to = *known_shared(planned);
   const ChunkChoices chunk(a, number);
@@ -365,7 +349,7 @@ static __device__ __noinline__ void copy_chunk(const DispatchArguments& a, std::
     to.id[at] = a.plan.ids[from];
     to.index[at] = a.plan.index[from];
     to.row[at] = a.plan.token_rows[from];
-    to.weight[at] = a.weights != nullptr ? a.weights[kPieces ? chunk.given<true>(a, i) : from] : 1.0f;
+    to.weight[at] = a.weights != nullptr ? a.weights[from] : 1.0f;
   }
 }
 
@@ -452,14 +436,14 @@ __device__ inline std::uint32_t next_chunk(const DispatchArguments& a, Stretch& 
 }
 
 // By one thread of a planner. The nth chunk of this block, whose place nobody looks at any more.
-__device__ inline void tell_bounds(const DispatchArguments& a, ManyPlan& s, std::uint32_t n, std::uint32_t chunk) {
+__device__ inline void tell_bounds(const DispatchArguments& a, LargePlan& s, std::uint32_t n, std::uint32_t chunk) {
   const std::uint32_t first = chunk * a.tokens_per_chunk;
   s.bounds[n % 2] = {first, chunk >= a.chunks ? 0 : min(a.own - first, a.tokens_per_chunk)};
   turns_arrive(s.known + n % 2);
 }
 
 // For a planner whose block has added up what comes before its first chunk, which it has loaded. memory: of its own, counting_bytes().
-__device__ inline void plan_chunks(const DispatchArguments& a, ManyPlan& s, LoadedChunk& loaded, std::uint32_t* sums, char* memory) {
+__device__ inline void plan_chunks(const DispatchArguments& a, LargePlan& s, LoadedChunk& loaded, std::uint32_t* sums, char* memory) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, step = s.step;
   const bool given = a.ids == nullptr;
@@ -504,7 +488,7 @@ __device__ inline void plan_chunks(const DispatchArguments& a, ManyPlan& s, Load
 }
 
 // The planner's first part: the step, the block's first chunk, and whether this launch may write.
-__device__ inline void begin_plan(const DispatchArguments& a, ManyPlan& s) {
+__device__ inline void begin_plan(const DispatchArguments& a, LargePlan& s) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   EarlyClosed closed;
@@ -522,7 +506,7 @@ __device__ inline void begin_plan(const DispatchArguments& a, ManyPlan& s) {
 }
 
 template <bool kPieces = false>
-__device__ inline void claim_set(const DispatchArguments& a, ManyPlan& s) {
+__device__ inline void claim_set(const DispatchArguments& a, LargePlan& s) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   bool taken = may_take_at_once(k, s.step, s.closed);
@@ -536,7 +520,6 @@ __device__ inline void claim_set(const DispatchArguments& a, ManyPlan& s) {
 }
 
 // By the last thread block to leave: the next launch that sends finds everything as this one did.
-template <bool kPieces = false>
 __device__ inline void leave_plan(const DispatchArguments& a, bool& last) {
   __syncthreads();
   if (threadIdx.x == 0) last = count_in_order(a.chunk_counts.left, 1) == gridDim.x - 1;
@@ -544,8 +527,6 @@ __device__ inline void leave_plan(const DispatchArguments& a, bool& last) {
   if (!last) return;
   for (std::uint32_t i = threadIdx.x; i < kTotals * chunk_columns(a.common.c); i += kManyThreads) a.chunk_counts.totals[i] = 0;
   if (threadIdx.x == 0) *a.chunk_counts.next = *a.chunk_counts.counted = *a.chunk_counts.left = *a.chunk_counts.received = 0;
-  if constexpr (kPieces)
-    if (threadIdx.x == 0) *a.pieces.digest = 0;
 }
 
 }  // namespace pplx::cuda

@@ -124,7 +124,7 @@ static __device__ __noinline__ void count_rows_of_five_to_eight(const DispatchAr
 }
 
 // By each of a block's workers: what comes before its first chunk, or all that there is if nothing does.
-__device__ inline void count_rows_before(const DispatchArguments& a, const ManyPlan& s, std::uint32_t* sums) {
+__device__ inline void count_rows_before(const DispatchArguments& a, const LargePlan& s, std::uint32_t* sums) {
   if (s.first_chunk >= a.chunks) return;
   const Spends spends(a.common, Span::Counting);
   const std::uint32_t end = s.first_chunk == 0 ? a.own : s.first_chunk * a.tokens_per_chunk;
@@ -210,7 +210,7 @@ static __device__ __noinline__ void number_choices(const Common& k, const ChunkC
 }
 
 // In place of plan_chunks(). `sums` has what count_rows_before() found.
-__device__ inline void number_chunks(const DispatchArguments& a, ManyPlan& s, LoadedChunk& loaded, std::uint32_t* sums, char* memory) {
+__device__ inline void number_chunks(const DispatchArguments& a, LargePlan& s, LoadedChunk& loaded, std::uint32_t* sums, char* memory) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, step = s.step;
   std::uint32_t* const rows = sums + k.c.num_experts;

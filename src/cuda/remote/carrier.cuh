@@ -1,18 +1,18 @@
 // A carrier that GPUs drive themselves, as kernels see it: five calls, and no library's name. docs/carriers.md has what each promises,
 // and what other libraries would take. Kernels are compiled once for each carrier; PPLX_CARRIER names the header that has the five. In
-// the build without one a host thread carries, and nobody calls them.
+// the build without one a host thread carries, and the calls are unused.
 //
 //   put(k, peer, ctx, to, from, bytes, signal)   the bytes land at the peer, then its signal counts one more. Nothing orders two puts.
 //                                                A thread's. Does not wait for the peer
 //   signal(k, peer, ctx, signal)                 the count alone
-//   reached(signal, n)                           whether this rank's signal has counted to n: then all that it counted is there
-//   left(k, peer, ctx)                           whether what was put may be written again, once the peer has answered it
+//   reached(signal, n)                           true if this rank's signal has counted to n: then all that it counted is there
+//   left(k, peer, ctx)                           true if what was put may be written again, once the peer has answered it
 //   error(k, peer)                               0, or what the library says is wrong with what was put to the peer
 //
-// `to` and `signal` are where this rank has the same place: its memory is laid out like the peer's. ctx: who puts with the same one
-// follows the other, and has released what it puts to the system. The two places of blocks in pieces have a ctx each, and so have credits.
+// `to` and `signal` are where this rank has the same place: its memory is laid out like the peer's. ctx: threads that put with the same one
+// follow each other, and release what they put to the system. The two places of blocks in pieces have a ctx each, and so have credits.
 //
-// Remote peers are those that stores do not reach: the others' memory is mapped, whoever made it (pplx_comm/wiring/gpu_memory.py).
+// Remote peers are those that stores do not reach: the others' memory is mapped, whatever made it (pplx_comm/wiring/gpu_memory.py).
 #pragma once
 
 #include "../common/rows.cuh"
@@ -70,13 +70,13 @@ __device__ inline void look_for_carrier_errors(const Common& k, std::uint32_t st
   }
 }
 
-// Waits for the first part of the peer's block: for as many puts as there are turns of its set, since the generation began. kPieces: for the
-// first piece, or the whole block, which is one put more than were heard of.
+// Waits for the first part of the peer's block: until the signal has counted the turns of its set since the generation began. kPieces: for the
+// first piece, which is one put more than were heard of.
 template <bool kPieces>
 static __device__ __noinline__ bool wait_for_put(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer) {
   const char* const word = signal_of(k, step, op, 0, peer);
   const AwaitedPut put(k, step, op, 0, peer, kPieces);
-  // What has been seen is the peer's step before, as far as anybody can say.
+  // The last step that was seen for certain is the peer's step before.
   const std::uint64_t seen = arrival_word(k.generation, step - k.c.in_flight);
   const bool good = keep_looking(k, word, phase, step, peer, seen, [&] {
     if (carrier::reached(word, put.wanted)) return true;
@@ -88,7 +88,7 @@ static __device__ __noinline__ bool wait_for_put(const Common& k, std::uint32_t 
   return good;
 }
 
-// Whether a later part has landed. Then its turn is over.
+// True if a later part has landed. Then its turn is over.
 __device__ inline bool later_part_landed(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t part) {
   const AwaitedPut put(k, step, op, part, peer);
   if (!carrier::reached(signal_of(k, step, op, part, peer), put.wanted)) return false;
@@ -112,7 +112,7 @@ __device__ inline char* piece_signal_of(const Common& k, std::uint32_t step, Op 
   return k.blocks + piece_signal_at(k.heap, k.c, set_of(k.c, step), op, nth, source);
 }
 
-// A piece of so many rows is complete: see put_part().
+// Puts a piece of `rows` rows, which is complete: see put_part().
 __device__ inline void put_piece(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t piece, std::uint32_t rows) {
   const BlockLayout& layout = op == Op::Dispatch ? k.dispatch : k.combine;
   const std::uint32_t set = set_of(k.c, step), place = piece % kPlaces;
@@ -129,7 +129,7 @@ __device__ inline void put_credit(const Common& k, std::uint32_t step, Op op, st
   carrier::signal(k, peer, context_of(k, step, op, kCreditSignal), piece_signal_of(k, step, op, kCreditSignal, k.c.rank));
 }
 
-// Whether a signal counts `more` beyond what was heard of it, and one.
+// True if a signal counts `more` beyond what was heard of it, and one.
 __device__ inline bool counts_beyond(const Common& k, std::uint32_t step, Op op, std::uint32_t nth, std::uint32_t peer, std::uint32_t more) {
   const std::uint64_t heard = *of_signal(k.puts->base, k, step, op, nth, peer) + *of_signal(k.puts->turns, k, step, op, nth, peer);
   return carrier::reached(piece_signal_of(k, step, op, nth, peer), heard + more + 1);
@@ -147,7 +147,7 @@ __device__ inline std::uint32_t free_by_signals(const Common& k, std::uint32_t s
   while (n < most && counts_beyond(k, step, op, kCreditSignal, peer, n - known) && carrier::left(k, peer, context_of(k, step, op, n % kPlaces))) ++n;
   return n;
 }
-// By the one thread that looks for them: they were heard of.
+// Notes that they were heard of, by the one thread that looks for them.
 __device__ inline void hear_landed(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t known, std::uint32_t now) {
   for (std::uint32_t n = known; n < now; ++n) ++*of_signal(k.puts->turns, k, step, op, n % kPlaces, peer);
 }

@@ -1,4 +1,4 @@
-// What the general kernel of a combine does beside the smaller ones: blocks of peers of other nodes, replicas, tails and weights.
+// The additions of the general kernel of a combine: blocks of peers of other nodes, replicas, tails and weights.
 #pragma once
 
 #include "../decode/combine_recv.cuh"
@@ -7,7 +7,7 @@
 
 namespace pplx::cuda {
 
-// By the whole block: whether remote peers' blocks may be written.
+// Finds out whether remote peers' blocks may be written, by the whole block.
 __device__ inline void find_what_may_be_sent(const Common& k, std::uint32_t step, CombineShared& s) {
   const std::uint32_t peer = threadIdx.x;
   const bool wanted = peer < k.c.world && is_remote(k, peer) && (k.dead >> peer & 1) == 0;
@@ -17,10 +17,9 @@ __device__ inline void find_what_may_be_sent(const Common& k, std::uint32_t step
   __syncthreads();
 }
 
-template <bool kPieces>
 __device__ inline void receive_remote_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
   const Common& k = a.common;
-  if (!wait_for_block<kPieces>(k, step, Op::Combine, Phase::CombineRecv, peer)) return;
+  if (!wait_for_block(k, step, Op::Combine, Phase::CombineRecv, peer)) return;
   bool good = true;
   const BlockHeader h = read_header(k, own_slot(k, set_of(k.c, step), Op::Combine, peer), Phase::CombineRecv, step, peer, good);
   if (!good) return;
@@ -29,18 +28,17 @@ __device__ inline void receive_remote_header(const CombineArguments& a, std::uin
 }
 
 // Before any thread block waits for rows of remote peers, one that runs looks after them: a thread for each.
-template <bool kPieces>
 __device__ inline void receive_remote_headers(const CombineArguments& a, std::uint32_t step) {
   const Common& k = a.common;
   bool mine = false;
   if (threadIdx.x == 0) mine = claim_words(k, step, Op::Combine);
   if (__syncthreads_or(mine) == 0) return;
   const std::uint32_t peer = threadIdx.x;
-  if (peer < k.c.world && is_remote(k, peer) && (k.dead >> peer & 1) == 0) receive_remote_header<kPieces>(a, step, peer);
+  if (peer < k.c.world && is_remote(k, peer) && (k.dead >> peer & 1) == 0) receive_remote_header(a, step, peer);
   __syncwarp();
 }
 
-// For a warp: waits for a row of a remote peer's combine.
+// Waits for a row of a remote peer's combine, by a warp.
 __device__ inline bool remote_row_is_there(const Common& k, std::uint32_t step, std::uint32_t peer, std::uint32_t row) {
   const bool good = threadIdx.x % 32 != 0 || row_was_passed_on(k, step, Op::Combine, Phase::CombineRecv, peer, row);
   return all_of_warp(good);
@@ -61,12 +59,8 @@ __device__ __noinline__ bool receive_with_replicas(const CombineArguments& a, st
     unit = next;
   }
   const std::uint32_t warp = threadIdx.x / 32 * gridDim.x + blockIdx.x, warps = kCombineWarps * gridDim.x;
-  const auto ask_how = [&](std::uint32_t turn, std::uint64_t first, std::uint64_t begun, std::uint32_t peer) {
-    return ask(k, nullptr, turn, first, begun, Phase::CombineRecv, step, peer, 0);
-  };
-  const auto by_strips = [&](std::uint32_t n) { return a.received_in.by_strips.divide(n); };
   for (unit = warp; unit < (a.tokens - a.own) * strips; unit += warps)
-    if (!take_strip<kReceivedVectors>(a, step, unit, a.received_in.strips, by_strips, ask_how)) return false;
+    if (!take_strip<kReceivedVectors>(a, step, unit)) return false;
   for (std::uint32_t i = warps - 1 - warp; i < others; i += warps)
     if (threadIdx.x % 32 == 0) receive_slice_header(a, step, (k.slice.number + 1 + i) % k.slice.of);
   return true;
@@ -75,7 +69,7 @@ __device__ __noinline__ bool receive_with_replicas(const CombineArguments& a, st
 template <>
 struct CombineExtras<false> {
   __device__ static void find_what_may_be_sent(const Common& k, std::uint32_t step, CombineShared& s) { cuda::find_what_may_be_sent(k, step, s); }
-  // For a warp.
+  // A warp's.
   __device__ static void send_header(const Common& k, std::uint32_t step, std::uint32_t peer, char* block, std::uint32_t rows, std::uint32_t flags,
                                      std::uint32_t parts) {
     write_header(k, block, step, rows, flags, threadIdx.x % 32);
@@ -88,11 +82,7 @@ struct CombineExtras<false> {
   __device__ static bool await_remote_row(const Common& k, std::uint32_t step, std::uint32_t source, std::uint32_t row) {
     return remote_row_is_there(k, step, source, row);
   }
-  template <bool kPieces>
-  __device__ static void receive_headers(const CombineArguments& a, std::uint32_t step) {
-    receive_remote_headers<kPieces>(a, step);
-  }
-
+  __device__ static void receive_headers(const CombineArguments& a, std::uint32_t step) { receive_remote_headers(a, step); }
   __device__ static bool sent_weight(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t row, float& weight) {
     return cuda::sent_weight(a, step, source, row, weight);
   }

@@ -1,4 +1,4 @@
-// What the general kernel of a dispatch does beside the smaller one: blocks for peers of other nodes, and what replicas compare.
+// The additions of the general kernel of a dispatch: blocks for peers of other nodes, and what replicas compare.
 #pragma once
 
 #include "../decode/dispatch_send.cuh"
@@ -7,7 +7,7 @@
 
 namespace pplx::cuda {
 
-// A remote peer gets its counts in a header. Whoever stores a row of its block counts it, too.
+// Writes a remote peer's header, with its counts. A warp that stores a row of its block counts that row.
 __device__ inline void write_dispatch_header(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, const SendShared& s,
                                              const std::uint32_t* experts) {
   const Common& k = a.common;
@@ -26,7 +26,7 @@ __device__ inline void write_dispatch_header(const DispatchArguments& a, std::ui
   if (threadIdx.x == 0) count_header(k, step, Op::Dispatch, peer, rows, 1);
 }
 
-// What replicas must have in common: a digest of all tokens' ids.
+// Tells a replica what both must have in common: a digest of all tokens' ids.
 static __device__ __noinline__ void tell_replica(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, SendShared& s) {
   const Common& k = a.common;
   const bool own = peer == k.c.rank;
@@ -52,7 +52,7 @@ static __device__ __noinline__ void tell_replica(const DispatchArguments& a, std
 
 template <>
 struct DispatchExtras<false> {
-  // For a warp: true if the blocks of all remote peers may be written.
+  // True if the blocks of all remote peers may be written. A warp's.
   __device__ static bool may_write_blocks(const Common& k, std::uint32_t step) {
     bool good = true;
     come_late(k, step);
@@ -63,7 +63,7 @@ struct DispatchExtras<false> {
   __device__ static void write_header(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, const SendShared& s, const std::uint32_t* experts) {
     write_dispatch_header(a, step, peer, s, experts);
   }
-  // For a warp, once the senders have stored a unit.
+  // Counts remote rows, by a warp, once the senders have stored a unit.
   __device__ static void count_remote_rows(const DispatchArguments& a, std::uint32_t step, const StoredUnit& unit) {
     const Common& k = a.common;
     for (std::uint32_t peer = threadIdx.x % 32; peer < k.c.world; peer += 32) {
@@ -75,10 +75,7 @@ struct DispatchExtras<false> {
   __device__ static bool await_remote_row(const Common& k, std::uint32_t step, std::uint32_t source, std::uint32_t row) {
     return row_was_passed_on(k, step, Op::Dispatch, Phase::DispatchRecv, source, row);
   }
-  template <bool kPieces>
-  __device__ static void pass_on(const DispatchArguments& a, std::uint32_t step) {
-    pass_on_dispatches<kPieces>(a, step);
-  }
+  __device__ static void pass_on(const DispatchArguments& a, std::uint32_t step) { pass_on_dispatches(a, step); }
   __device__ static void tell_replica(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, SendShared& s) {
     cuda::tell_replica(a, step, peer, s);
   }

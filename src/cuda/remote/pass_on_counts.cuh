@@ -1,5 +1,5 @@
-// What remote peers' headers say, in the form in which peers of the node say it, so that whoever receives need not know who is where. A warp's
-// part, while others do what needs no peer.
+// Passes on what remote peers' headers say, in the form in which peers of the node say it, so that receivers need not tell them apart. One warp does
+// so, while others do what needs no peer.
 #pragma once
 
 #include "../common/arrival.cuh"
@@ -22,8 +22,8 @@ __device__ inline bool keep_first_piece(const DispatchArguments& a, std::uint32_
   kept[0] = h.pieces;
   kept[1] = 0;
   if (h.pieces > 1 && h.pieces <= p.most) kept[2] = h.end;
-  const bool whole = h.pieces == 0, fits = h.piece == 0 && h.begin == 0 && h.pieces <= p.most && h.end <= min(h.rows, p.tokens);
-  if (whole ? h.rows <= k.heap.slot_rows : fits && (h.pieces > 1 || h.end == h.rows)) return true;
+  const bool fits = h.piece == 0 && h.begin == 0 && h.pieces >= 1 && h.pieces <= p.most && h.end <= min(h.rows, p.tokens);
+  if (fits && (h.pieces > 1 || h.end == h.rows)) return true;
   fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, h.source, step}, p.most, h.pieces);
   return false;
 }
@@ -40,8 +40,8 @@ __device__ inline bool keep_piece(const DispatchArguments& a, std::uint32_t step
   return end <= most && check_piece_header(k, h, Phase::DispatchRecv, step, source, piece, pieces, {begin, end});
 }
 
-// The counts of n remote peers' headers, as peers of the node write them. A look across PCIe takes a microsecond: several are asked for
-// at once, whoever they are of.
+// Writes the counts of n remote peers' headers as peers of the node write them. A look across PCIe takes a microsecond: several are asked for
+// at once, of whatever peers.
 __device__ inline void pass_on_counts(const Common& k, std::uint32_t step, const std::uint8_t* group, std::uint32_t n) {
   constexpr std::uint32_t kAtOnce = 4;
   const std::uint32_t set = set_of(k.c, step), lane = threadIdx.x % 32, vectors = k.expert_pieces;
@@ -67,7 +67,7 @@ __device__ inline void pass_on_counts(const Common& k, std::uint32_t step, const
 // In pieces, after all first headers: the later ones, and what has room of those that this launch sends.
 __device__ inline void pass_on_later_pieces(const DispatchArguments& a, std::uint32_t step) {
   const PieceArguments& p = a.pieces;
-  const std::uint32_t sent = a.send && p.chunks != 0 ? (a.own + p.tokens - 1) / p.tokens : 0;
+  const std::uint32_t sent = a.send ? rounds_of_own(p, a.own) : 0;
   const auto begin = [&](PassedPeer& of) {
     of.landed = 1;
     of.all_landed = kept_rounds(p, of.peer)[0];
@@ -88,7 +88,7 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
   if (!__any_sync(~0u, mine)) return;
   const std::uint32_t peers = remote_peers(k);
   for (std::uint32_t begin = 0; begin < peers; begin += 32) {
-    const std::uint8_t* group = k.order + begin;  // which begins with those of other nodes
+    const std::uint8_t* group = k.order + begin;  // the order begins with peers of other nodes
     const std::uint32_t n = min(32u, peers - begin), peer = group[min(lane, n - 1)];
     const bool there = lane >= n || wait_for_block<kPieces>(k, step, Op::Dispatch, Phase::DispatchRecv, peer);
     if (!all_of_warp(there)) return;
@@ -99,11 +99,11 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
     else
       h = load_header(own_slot(k, set, Op::Dispatch, peer));
     pass_on_counts(k, step, group, n);
-    // Nobody does anything with counts before they know how many rows there are.
+    // Counts are not used before it is known how many rows there are.
     bool good = lane >= n || check_header(k, h, Phase::DispatchRecv, step, peer);
     if constexpr (kPieces) good = good && (lane >= n || keep_first_piece(a, step, h));
     if (good && lane < n) {
-      store_tagged(k, k.peers[k.c.rank] + k.heap.rows_at(k.c, set, peer), step, h.rows, kPieces && h.pieces == 0 ? k.showing_rows : 0, 0);
+      store_tagged(k, k.peers[k.c.rank] + k.heap.rows_at(k.c, set, peer), step, h.rows, 0, 0);
       if constexpr (kPieces) {
         pass_on(k, step, Signal::Dispatch, peer);
         store_release_here(parts_word(k, k.peers[k.c.rank], step, Op::Dispatch, peer), pieces_word(k.generation, step, 1));

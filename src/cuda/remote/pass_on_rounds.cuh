@@ -1,4 +1,4 @@
-// What the proxy, or a carrier's signals, say of blocks in pieces, for everybody: one warp of a launch looks, and passes it on in device memory.
+// Passes on what the proxy, or a carrier's signals, say of blocks in pieces: one warp of a launch looks, and writes it to device memory.
 // It waits for none of these words alone, and it ends when all has come that the launch waits for.
 #pragma once
 
@@ -75,7 +75,7 @@ __device__ inline bool pass_on_peer(const Common& k, const PieceArguments& p, st
   return true;
 }
 
-// For a warp. begin(PassedPeer&): what a lane's peer is known to have done, and is to do. False: something failed.
+// Passes on, by a warp. begin(PassedPeer&): what a lane's peer is known to have done, and is to do. False: something failed.
 template <typename Begin, typename Take>
 __device__ inline bool pass_on_rounds(const Common& k, const PieceArguments& p, std::uint32_t step, const PassedPhases& phases, const Begin& begin,
                                       const Take& take) {
@@ -131,7 +131,7 @@ __device__ inline void see_pieces_leave(const Common& k, const PieceArguments& p
     *seen_to_leave(k, step, op, peer) = last;
 }
 
-// What this launch sends to a peer in so many rounds waits for so many to have room again.
+// How many rounds must have room again before this launch has sent `rounds` rounds to a peer.
 __device__ inline std::uint32_t rounds_to_be_free(const PieceArguments& p, std::uint32_t rounds) {
   const std::uint32_t sent = min(rounds, p.end);
   return sent > kPlaces ? sent - kPlaces : 0;

@@ -1,20 +1,20 @@
 // Peers of other nodes: a host thread, the proxy, moves their blocks. Both ends of a block lie in this rank's pinned host memory,
-// which kernels write and read as they do a peer's. With a carrier that kernels drive (remote/carrier.cuh) blocks lie in its memory, and who
-// would tell the proxy puts them: each part with a signal of its own, since nothing orders two puts.
+// which kernels write and read as they do a peer's. With a carrier that kernels drive (remote/carrier.cuh) blocks lie in its memory, and threads
+// that would tell the proxy put them: each part with a signal of its own, since nothing orders two puts.
 //
 //   sending     A block goes in parts (parts.h). Each warp (or thread block) that has stored rows of a part says so in the part's count,
 //               and the header, which knows how many rows there are, counts, too, and in the place of rows that the last part lacks.
-//               Whoever completes a part tells the proxy of all parts that are complete from the first on, by the peer's word in the
+//               The thread that completes a part tells the proxy of all parts that are complete from the first on, by the peer's word in the
 //               mailbox: one thread at a time, which looks again before it leaves.
 //   receiving   The proxy counts parts in host memory, which lies across PCIe: one thread for each peer looks there, and raises the
-//               same word in device memory for everybody else. Hundreds of threads that look at one word take 150 us.
+//               same word in device memory for all others. Hundreds of threads that look at one word take 150 us.
 //   writing     A block is written again only after all of it has left, which the proxy says in host memory, too. The thread that
 //   again       looks after a peer's answer looks there as well: a set's dispatch has left before its combine is complete, a combine
-//               and weights before the set's next dispatch. So who writes knows from device memory.
+//               and weights before the set's next dispatch. So a writer knows from device memory.
 //
 // The warp that looks is not chosen by number: it claims the task, since only a thread block that runs can be waited for.
 //
-// Why a block is there for whoever sees its arrival word:
+// Why a block is there for a thread that sees its arrival word:
 //
 //   blocks in host memory   The proxy raises the word after the provider's completion. A NIC writes a completion after the data, and
 //                           posted writes of one requester do not pass each other (PCI Express Base Specification, 2.4.1, transaction
@@ -53,12 +53,12 @@ __device__ inline std::uint64_t* seen_to_leave(const Common& k, std::uint32_t st
   return &k.control->left[set_of(k.c, step)][static_cast<int>(op)][peer];
 }
 
-// Whether the last block of that set is known to have left.
+// True if the last block of that set is known to have left.
 __device__ inline bool is_seen_to_leave(const Common& k, std::uint64_t last, std::uint32_t step, Op op, std::uint32_t peer) {
   return has_left(*seen_to_leave(k, step, op, peer), last);
 }
 
-// Whether the peer's block of this step may be written. No: something failed, and the proxy may still read the last one. A thread block
+// True if the peer's block of this step may be written. False: something failed, and the proxy may still read the last one. A thread block
 // that begins late may find this step's announced: others have asked before they wrote it.
 __device__ inline bool may_write(const Common& k, std::uint32_t step, Op op, std::uint32_t peer) {
   const std::uint64_t last = load_relaxed(announced(k, step, op, peer));
@@ -79,7 +79,7 @@ __device__ inline void see_it_leave(const Common& k, std::uint32_t step, Op op, 
 
 __device__ inline const PartSizes& parts_of(const Common& k, Op op) { return op == Op::Dispatch ? k.dispatch_parts : k.combine_parts; }
 
-// By a carrier that kernels drive: the parts [first, end) of a block of so many rows.
+// Puts the parts [first, end) of a block of `rows` rows, by a carrier that kernels drive.
 __device__ inline void put_parts(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, std::uint32_t first, std::uint32_t end) {
   const BlockLayout& layout = op == Op::Dispatch ? k.dispatch : op == Op::Combine ? k.combine : k.weights;
   for (std::uint32_t part = first; part < end; ++part) {
@@ -89,7 +89,7 @@ __device__ inline void put_parts(const Common& k, std::uint32_t step, Op op, std
   }
 }
 
-// So many parts of the block are complete, and this thread knows it. told: of how many it was known.
+// Hands over the first `complete` parts of the block. told: how many the proxy or the carrier has already.
 __device__ inline void hand_over(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, std::uint32_t told = 0,
                                  std::uint32_t parts = 1) {
   if (kCarrier) {
@@ -104,7 +104,7 @@ __device__ inline void hand_over(const Common& k, std::uint32_t step, Op op, std
 
 // How many rows a block has: known, or to be read once its header is there.
 struct RowsOfBlock {
-  const std::uint32_t* at;  // written by whoever has written the header
+  const std::uint32_t* at;  // written by the writer of the header
   std::uint32_t known;
 
   __device__ explicit RowsOfBlock(std::uint32_t rows) : at(nullptr), known(rows) {}
@@ -165,7 +165,7 @@ static __device__ __noinline__ void count_part(const Common& k, std::uint32_t st
   }
 }
 
-// The header of a block of so many rows has been stored. It counts for the rows that the last part lacks.
+// Counts the header of a block of `rows` rows, which has been stored, in place of the rows that the last part lacks.
 static __device__ __noinline__ void count_header(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, std::uint32_t each) {
   const PartSizes& sizes = parts_of(k, op);
   const std::uint32_t last = sizes.count(rows) - 1, lacking = (sizes.begin(last + 1) - rows) * each;
@@ -173,7 +173,7 @@ static __device__ __noinline__ void count_header(const Common& k, std::uint32_t 
   count_part(k, step, op, peer, 0, last > 0 ? 1 : lacking + 1, each, RowsOfBlock(rows));
 }
 
-// Whether this thread's block is the first to ask in this step: then it looks after the words of host memory.
+// True if this thread's block is the first to ask in this step: then it looks after the words of host memory.
 __device__ inline bool claim_words(const Common& k, std::uint32_t step, Op op) {
   const unsigned long long mine = 1ull << 32 | step;
   return atomicExch(&k.control->looked_after[set_of(k.c, step)][static_cast<int>(op)], mine) != mine;
@@ -186,7 +186,7 @@ __device__ inline bool wait_for_block(const Common& k, std::uint32_t step, Op op
   return wait<Match::Reached>(k, k.arrivals + k.heap.arrival_at(k.c, set_of(k.c, step), signal_of(op), peer), phase, step, peer);
 }
 
-// For the other threads of this GPU, who wait for it in device memory.
+// Raises the word in device memory, where the other threads of this GPU wait for it.
 __device__ inline void pass_on(const Common& k, std::uint32_t step, Signal signal, std::uint32_t peer) {
   char* word = k.peers[k.c.rank] + k.heap.arrival_at(k.c, set_of(k.c, step), signal, peer);
   const std::uint64_t value = arrival_word(k.generation, step);
@@ -194,14 +194,14 @@ __device__ inline void pass_on(const Common& k, std::uint32_t step, Signal signa
   store_release_here(word, value);
 }
 
-// What a failure says was seen: the step whose parts the word counts, or the one before if it is this one, of which some are missing.
+// The value that a failure says was seen: the step whose parts the word counts, or the one before if it is this one, of which some are missing.
 __device__ inline std::uint64_t last_whole(const Common& k, std::uint64_t word, std::uint32_t step) {
   if (word == 0) return 0;
   const auto of = static_cast<std::uint32_t>(word);
   return arrival_word((k.generation & ~0xffffu) | static_cast<std::uint32_t>(word >> 48), of == step ? step - k.c.in_flight : of);
 }
 
-// Until a word counts so many parts of the peer's block. How many there are; 0: they will not come.
+// Waits until a word counts `wanted` parts of the peer's block. Returns how many there are; 0: they will not come.
 static __device__ __noinline__ std::uint32_t wait_for_parts(const Common& k, const char* word, Phase phase, std::uint32_t step, std::uint32_t peer,
                                                std::uint32_t wanted) {
   std::uint64_t seen = 0;

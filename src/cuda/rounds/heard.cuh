@@ -1,4 +1,4 @@
-// What the receive half of a dispatch in pieces does beside rows, whatever it receives them with.
+// The receive half of a dispatch in pieces, but for rows.
 #pragma once
 
 #include "../plan/output_rows.cuh"
@@ -6,27 +6,17 @@
 
 namespace pplx::cuda {
 
-// For a warp that knows how many rows there are: whether any source's blocks come in pieces.
-__device__ inline bool any_in_pieces(const Common& k, const ReceiveShared& s) {
-  bool any = false;
-  for (std::uint32_t i = threadIdx.x % 32; i < k.living; i += 32) any = any || s.showing[k.order[i]] == 0;
-  return __any_sync(~0u, any);
-}
-
-// By the warp that has counted rows: one thread block tells the combine, and makes its counts 0. Peers tell of the set's next step while this
-// rank still sends, so the handle keeps what they told of this one.
+// Keeps what sources tell of their rounds, by the warp that has counted rows: one thread block tells the combine, and makes its counts 0. Peers tell of
+// the set's next step while this rank still sends, so the handle keeps what they told of this one.
 __device__ inline void hear_of_rounds(const DispatchArguments& a, std::uint32_t step, const ReceiveShared& s) {
   if (!reports_counts() || !s.good) return;
-  const bool any = any_in_pieces(a.common, s);
-  if (threadIdx.x % 32 == 0) a.received.step[1] = any;
-  if (!any) return;
   const Common& k = a.common;
   forget_rounds(k, a.pieces, step, Op::Combine);
   for (std::uint32_t i = threadIdx.x % 32; i < k.living; i += 32) {
     const std::uint32_t source = k.order[i];
-    if (is_remote(k, source)) continue;  // who passes on what it says keeps it
+    if (is_remote(k, source)) continue;  // the warp that passes on its headers keeps it
     std::uint32_t* const kept = kept_rounds(a.pieces, source);
-    std::uint32_t rounds = s.showing[source] == 0 ? 1 : 0;
+    std::uint32_t rounds = 1;
     for (std::uint32_t round = 0; round < rounds; ++round) {
       uint4 piece;
       if (!await_round_begin(k, a.pieces, Phase::DispatchRecv, step, source, round, piece)) return;
@@ -37,7 +27,7 @@ __device__ inline void hear_of_rounds(const DispatchArguments& a, std::uint32_t 
   }
 }
 
-// For a warp, behind all rows: nobody waits for what is between the segments of experts.
+// Clears padding, by a warp, behind all rows: no warp waits for what is between the segments of experts.
 template <bool kHooks>
 __device__ inline void clear_padding(const DispatchArguments& a, ReceiveShared& s, const Experts& e) {
   const Common& k = a.common;

@@ -1,4 +1,4 @@
-// dispatch() of many tokens in pieces: one launch, or one per half. The receive half sends what the send half must wait for.
+// dispatch() in pieces, whatever the number of tokens: one launch, or one per half. The receive half sends what the send half must wait for.
 #include "../host/launch_table.h"
 #include "../large/dispatch_kernel.cuh"
 #include "large_recv.cuh"
@@ -18,15 +18,15 @@ struct RoundShared {
   bool last;  // thread block to leave
 };
 
-constexpr std::uint32_t launched_bytes(const Config& c) { return ManyMemory(c).others + kWorkers * kWorkerBytes; }
+constexpr std::uint32_t launched_bytes(const Config& c) { return LargeMemory(c).others + kWorkers * kWorkerBytes; }
 
 // One warp more than inside a node: it passes on what the proxy says.
-inline constexpr std::uint32_t kManyPiecesThreads = kManyThreads + 32;
+inline constexpr std::uint32_t kRoundsThreads = kManyThreads + 32;
 
 static_assert(kWorkerBytes % kLine == 0, "each worker's memory begins at a line");
 static_assert(kReceiverBytes + sizeof(RoundRows) <= kWorkerBytes, "a worker that receives has room for what it knows of a round");
 
-// Returns what ManySender::parities() does.
+// Returns what RoundSender::parities() does.
 template <typename Mode>
 __device__ inline std::uint32_t send_rounds(const DispatchArguments& a, RoundShared& s, char* memory, std::uint32_t* sums, char* planner_memory) {
   const std::uint32_t warp = threadIdx.x / 32, senders = sending_workers<Mode>(a);
@@ -45,7 +45,7 @@ __device__ inline std::uint32_t send_rounds(const DispatchArguments& a, RoundSha
     if (take_chunk(a, s.plan.step, c)) count_chunk<true>(a, s.plan.step, c, memory, false);
   __syncwarp();
   fence_shared_copies();  // where chunks were counted, tiles come
-  ManySender<Mode> sender(a, s.plan, warp, senders, memory, s.loaded[warp]);
+  RoundSender<Mode> sender(a, s.plan, warp, senders, memory, s.loaded[warp]);
   if (warp < senders) sender.send();
   return sender.parities();
 }
@@ -59,14 +59,14 @@ __device__ __forceinline__ void run_dispatch_in_rounds(const DispatchArguments& 
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
   note(k, Stage::DispatchBegins);
   Spends::begin();
-  const ManyMemory at(k.c);
+  const LargeMemory at(k.c);
   char* const launched = reinterpret_cast<char*>(words);
   const std::uint32_t warp = threadIdx.x / 32;
   char* const memory = launched + at.others + (is_worker() ? warp : 0) * kWorkerBytes;
   prepare(s, sending_workers<Mode>(a));
   if (threadIdx.x % 32 == 0 && is_worker())
     for (std::uint64_t& turns : s.loaded[warp]) turns_init(&turns, 1);
-  for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kManyPiecesThreads) words[i] = 0;
+  for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kRoundsThreads) words[i] = 0;
   const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
   std::uint32_t step = 0, parities = 0;
   if (!a.pieces.begins && !find_open_step(a, step)) {
@@ -84,14 +84,14 @@ __device__ __forceinline__ void run_dispatch_in_rounds(const DispatchArguments& 
       count_rows(a, step, s.receive);
       hear_of_rounds(a, step, s.receive);
     }
-    if (warp == kWorkers + 2) place_rows<false, kHooks>(a, step, s.receive, experts);
+    if (warp == kWorkers + 2) place_rows<true, kHooks>(a, step, s.receive, experts);
     if (warp == kWorkers + 3 && k.remote != 0) pass_on_dispatches<true>(a, step);
     if (is_worker())
-      ManyReceiver<kHooks>(a, step, s.receive, experts, memory, s.loaded[warp], parities)
+      RoundReceiver<kHooks>(a, step, s.receive, experts, memory, s.loaded[warp], parities)
           .receive_rounds(*reinterpret_cast<RoundRows*>(memory + kReceiverBytes));
     if (kHooks) raise_after_failure(a);
   }
-  if (a.send) leave_plan<true>(a, s.last);
+  if (a.send) leave_plan(a, s.last);
   note(k, Stage::DispatchEnds);
   Spends::end(k);
   stamp(k, Op::Dispatch, step, begun);
@@ -103,7 +103,7 @@ namespace large_rounds {
 namespace {
 
 template <typename Mode, bool kHooks>
-__global__ void __launch_bounds__(kManyPiecesThreads, 1) dispatch(const __grid_constant__ DispatchArguments a) {
+__global__ void __launch_bounds__(kRoundsThreads, 1) dispatch(const __grid_constant__ DispatchArguments a) {
   run_dispatch_in_rounds<Mode, kHooks>(a);
 }
 
@@ -112,14 +112,14 @@ __global__ void __launch_bounds__(kManyPiecesThreads, 1) dispatch(const __grid_c
 Choice<DispatchArguments> choose(const Config& c, const DispatchCall& call) {
   return choose_mode(c, call, [&](auto mode) -> Choice<DispatchArguments> {
     using Mode = decltype(mode);
-    return {"large_rounds::dispatch", call.hooks ? dispatch<Mode, true> : dispatch<Mode, false>, kManyPiecesThreads, launched_bytes(c)};
+    return {"large_rounds::dispatch", call.hooks ? dispatch<Mode, true> : dispatch<Mode, false>, kRoundsThreads, launched_bytes(c)};
   });
 }
 
 }  // namespace large_rounds
 
-bool can_dispatch_many_pieces(const Config& c, std::uint32_t shared_bytes) {
-  return can_dispatch_many(c, shared_bytes) && row_end_bytes(dispatch_block(c), c.top_k) <= kMostRowEndBytes &&
+bool can_dispatch_rounds(const Config& c, std::uint32_t shared_bytes) {
+  return can_dispatch_large(c, shared_bytes) && row_end_bytes(dispatch_block(c), c.top_k) <= kMostRowEndBytes &&
          16 * ceil_div(c.hidden, 512) <= kMostScaleBytes && counting_bytes(c) <= kWorkerBytes && launched_bytes(c) + kBytesOfObject<RoundShared> <= shared_bytes;
 }
 

@@ -1,5 +1,5 @@
 // The receivers of a dispatch of many tokens in pieces. A worker takes a run of rows, of one source and round. A bulk copy brings a row to shared
-// memory, and others take it to each of its places. Rows of a source that has few are received as by a dispatch of few tokens.
+// memory, and others take it to each of its places.
 #pragma once
 
 #include "../decode/dispatch_recv.cuh"
@@ -15,10 +15,10 @@ inline constexpr std::uint32_t kRowInBytes = kRowPartBytes + kMostRowEndBytes;
 inline constexpr std::uint32_t kReceiverBytes = kRowsIn * kRowInBytes;
 
 template <bool kHooks>
-class ManyReceiver {
+class RoundReceiver {
  public:
   // memory: its own, kReceiverBytes. parities: of the turns so far of `loaded`, a bit each.
-  __device__ ManyReceiver(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts& e, char* memory, std::uint64_t* loaded,
+  __device__ RoundReceiver(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts& e, char* memory, std::uint64_t* loaded,
                           std::uint32_t parities)
       : a_(a), k_(a.common), step_(step), s_(s), e_(e), memory_(memory), loaded_(loaded), parities_(parities),
         parts_((k_.payload_bytes + kRowPartBytes - 1) / kRowPartBytes),
@@ -33,16 +33,11 @@ class ManyReceiver {
     Rounds rounds(k_, a_.pieces, step_, s_.rows_begin, Phase::DispatchRecv, kRowsOfRun, parts_, rows);
     bool good = rounds.open(0, kNone);
     for (RoundRun run; good && rounds.find(claim(k_, a_.pieces, step_, Claim::DispatchRecv), run);) {
-      const bool remote = run.rows != 0 && is_remote(k_, run.source);
-      shift_ = run.first - (remote ? kNeverBlank : run.slot_row);
       round_ = run.round;
-      if (run.rows != 0) rows_ = rows_of_run(k_, Op::Dispatch, k_.dispatch, run, own_slot(k_, set_of(k_.c, step_), Op::Dispatch, run.source));
-      if (run.rows == 0)
-        good = true;
-      else if (!remote && !run.in_pieces && s_.showing[run.source] != 0)
-        good = run.part != 0 || receive_showing<kHooks>(a_, step_, s_, e_, s_.rows_begin[run.source] + run.first, run.rows);
-      else
+      if (run.rows != 0) {
+        rows_ = rows_of_run(k_, Op::Dispatch, k_.dispatch, run, own_slot(k_, set_of(k_.c, step_), Op::Dispatch, run.source));
         good = receive_run(run.source, run.first, run.rows, run.part);
+      }
       if (good) finish_unit(k_, a_.pieces, step_, Op::Dispatch, run.round, rounds.units(), run.is_first, rounds.all());
     }
     if (good && !rounds.failed()) clear_padding<kHooks>(a_, s_, e_);
@@ -50,15 +45,13 @@ class ManyReceiver {
   }
 
  private:
-  static constexpr std::uint32_t kNeverBlank = 1u << 31;  // a slot's row that none of few tokens is
-
   __device__ bool has_come(const char* word, std::uint32_t source) const {
     return is_remote(k_, source) || row_has_come(k_, word, Phase::DispatchRecv, step_, source, round_);
   }
 
   __device__ char* in(std::uint32_t nth) const { return memory_ + nth % kRowsIn * kRowInBytes; }
 
-  // Asks for the nth row of a run. Nobody reads its place any more.
+  // Asks for the nth row of a run. Its place is not read any more.
   __device__ void ask(const char* row, std::uint32_t begin, std::uint32_t bytes, std::uint32_t nth) {
     if (threadIdx.x % 32 != 0) return;
     std::uint64_t* const turns = loaded_ + nth % kRowsIn;
@@ -89,7 +82,7 @@ class ManyReceiver {
       }
       parities_ ^= 1u << turn;
       char* const row = rows_ + std::uint64_t{i} * row_bytes;
-      placed = placed && place_row(source, first + i, part, begin, bytes, in(i), row);
+      placed = placed && place_row(source, first + i, part, begin, bytes, in(i));
       if (kHooks) count_row_before();
       if (i + kRowsIn >= n) continue;
       await_places();
@@ -114,7 +107,7 @@ class ManyReceiver {
   }
   __device__ void count(std::uint32_t place) const {
     fence_copies();
-    if (__any_sync(~0u, place != kNone)) count_placed(a_, place, a_.hooks.bulk_part_units);
+    if (__any_sync(~0u, place != kNone)) count_placed(a_, place, a_.hooks.large_part_units);
   }
 
   // All that was stored has been read.
@@ -126,7 +119,7 @@ class ManyReceiver {
 
   // A part of a row that is in shared memory, to each of its places.
   __device__ bool place_row(std::uint32_t source, std::uint32_t number, std::uint32_t part, std::uint32_t begin, std::uint32_t bytes,
-                            const char* from, char* row) {
+                            const char* from) {
     const Spends places(k_, Span::Placing);
     const std::uint32_t lane = threadIdx.x % 32;
     const char* const end = from + kRowPartBytes;
@@ -146,7 +139,6 @@ class ManyReceiver {
     if (with_scales && !k_.scales_in_pieces) place_scales(r, copies, end);
     if (part == 0) place_words(a_, r);
     if (kHooks) last_ = r.place;
-    if (number - shift_ < k_.showing_rows) make_blank_again(row, part, begin, bytes);
     __syncwarp();
     return true;
   }
@@ -160,13 +152,6 @@ class ManyReceiver {
     }
   }
 
-  // A later step of few tokens has rows here that show by themselves.
-  __device__ void make_blank_again(char* row, std::uint32_t part, std::uint32_t begin, std::uint32_t bytes) const {
-    const std::uint32_t lane = threadIdx.x % 32;
-    for (std::uint32_t at = 16 * lane; at < bytes; at += 512) make_blank(row + begin + at);
-    for (std::uint32_t nth = lane; part == parts_ - 1 && nth < k_.scale_pieces; nth += 32) make_blank(row + k_.dispatch.scales_at + 16 * nth);
-  }
-
   const DispatchArguments& a_;
   const Common& k_;
   const std::uint32_t step_;
@@ -175,10 +160,9 @@ class ManyReceiver {
   char* const memory_;
   std::uint64_t* const loaded_;
   std::uint32_t parities_;
-  std::uint32_t before_ = kNone, last_ = kNone;  // where this lane's choice of the last rows went, while nobody was told
-  const std::uint32_t parts_, part_bytes_, end_bytes_;  // of a row
+  std::uint32_t before_ = kNone, last_ = kNone;  // where this lane's choice of the last rows went, before it is counted
+  const std::uint32_t parts_, part_bytes_, end_bytes_;  // parts and bytes of a row
   // The present run.
-  std::uint32_t shift_ = 0;  // how much further its rows lie in the block than in the slot
   std::uint32_t round_ = 0;
   char* rows_ = nullptr;  // where it begins
 };

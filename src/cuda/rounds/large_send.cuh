@@ -1,4 +1,4 @@
-// What a worker of a dispatch of many tokens in pieces sends: a token of a chunk at a time, in tiles. A tile comes to shared memory by a bulk copy,
+// A worker of a dispatch in pieces that sends: a token of a chunk at a time, in tiles. A tile comes to shared memory by a bulk copy,
 // asked for long before it is needed, and goes to every rank that wants the token by another; in between lies the quantisation. Rows
 // have arrival words, those of a few tokens behind one fence.
 #pragma once
@@ -11,7 +11,7 @@
 
 namespace pplx::cuda {
 
-// What happens to a tile.
+// How a tile is sent.
 template <typename Mode>
 struct Tile;
 
@@ -25,8 +25,8 @@ struct Tile<Quantised<kBytes>> {
   static constexpr bool kQuantises = true;
   static constexpr std::uint32_t kAhead = kTilesIn;
 };
-inline constexpr std::uint32_t kMostCodes = kTileBytes / 2;  // of a tile
-inline constexpr std::uint32_t kMostScaleBytes = 512;  // of a row
+inline constexpr std::uint32_t kMostCodes = kTileBytes / 2;  // codes of a tile
+inline constexpr std::uint32_t kMostScaleBytes = 512;  // bytes of a row's scales
 // Workers of a thread block that send first.
 template <typename Mode>
 __device__ inline std::uint32_t sending_workers(const DispatchArguments& a) {
@@ -36,7 +36,7 @@ inline constexpr std::uint32_t kSenderBytes = kTilesIn * kTileBytes + kTilesOut 
 
 // Rows whose peers have yet to be told.
 struct UntoldRows {
-  char* row[kMostToldTogether + 1];  // of this lane's rank, by token, or null
+  char* row[kMostToldTogether + 1];  // this lane's rank's, by token, or null
   std::uint32_t tokens = 0;
 
   __device__ void add(char* its_row) {
@@ -45,7 +45,7 @@ struct UntoldRows {
       if (i == tokens) row[i] = its_row;
     ++tokens;
   }
-  // Of all but the last `but` tokens: they have been stored, and their stores awaited. word(step): of each row.
+  // Tells of all but the last `but` tokens: they have been stored, and their stores awaited. word(step): of each row.
   template <typename Word>
   __device__ void tell(const Common& k, std::uint32_t step, std::uint32_t but, const Word& word) {
     __syncwarp();
@@ -72,10 +72,10 @@ struct UntoldRows {
 
 // A worker that sends.
 template <typename Mode>
-class ManySender {
+class RoundSender {
  public:
   // number: among the block's `senders`. memory: its own, kSenderBytes.
-  __device__ ManySender(const DispatchArguments& a, RoundPlan& plan, std::uint32_t number, std::uint32_t senders, char* memory, std::uint64_t* loaded)
+  __device__ RoundSender(const DispatchArguments& a, RoundPlan& plan, std::uint32_t number, std::uint32_t senders, char* memory, std::uint64_t* loaded)
       : a_(a), k_(a.common), plan_(plan), number_(number), senders_(senders), memory_(memory), loaded_(loaded),
         together_(told_together(a.own, gridDim.x * senders)), bytes_(Tile<Mode>::kQuantises ? k_.c.hidden * dtype_bytes(k_.c.dtype) : k_.payload_bytes) {}
 
@@ -129,8 +129,8 @@ class ManySender {
     if (threadIdx.x % 32 == 0) {
       std::uint64_t* const turns = loaded_ + asked_ % kTilesIn;
       turns_expect(turns, bytes);
-      const std::uint64_t given = token_of<false>(k_, plan_.bounds[chunk_ % 2].first + token_);
-      bulk_load(in(asked_), a_.x + given * a_.x_stride + at_, bytes, turns);
+      const std::uint64_t token = plan_.bounds[chunk_ % 2].first + token_;
+      bulk_load(in(asked_), a_.x + token * a_.x_stride + at_, bytes, turns);
     }
     ++asked_;
     at_ += kTileBytes;
@@ -167,7 +167,6 @@ class ManySender {
   // The nth of the chunk that begins with token `first` of this rank's.
   __device__ void send_token(const PlannedChunk& chunk, std::uint32_t first, std::uint32_t token) {
     const std::uint32_t lane = threadIdx.x % 32, top_k = k_.c.top_k, own = first + token;
-    const std::uint32_t given = token_of<false>(k_, own);
     PlannedToken<true> t;
     std::uint32_t entry = kNone;
     if (lane < top_k) {
@@ -193,8 +192,8 @@ class ManySender {
     {
       const Spends routes(k_, Span::WritingRoutes);
       const std::uint32_t rows = __popc(__ballot_sync(~0u, entry != kNone));
-      write_routes(given, t, entry, row, rows);
-      if (a_.scales != nullptr) write_scales(given, row, rows);
+      write_routes(own, t, entry, row, rows);
+      if (a_.scales != nullptr) write_scales(own, row, rows);
       untold_.add(row != nullptr && is_remote(k_, entry >> 20) ? nullptr : row);  // the proxy is told of the round
       ++sent_;
     }
@@ -236,19 +235,19 @@ class ManySender {
     }
   }
 
-  __device__ void write_routes(std::uint32_t given, const PlannedToken<true>& t, std::uint32_t entry, char* row, std::uint32_t rows) const {
+  __device__ void write_routes(std::uint32_t own, const PlannedToken<true>& t, std::uint32_t entry, char* row, std::uint32_t rows) const {
     for (std::uint32_t i = 0; i < rows; ++i) {
       char* const to = of_lane(row, static_cast<int>(i));
       if (to == nullptr) continue;
-      write_route<true>(a_, plan_.step, given, __shfl_sync(~0u, entry, static_cast<int>(i)) >> 20, t, to);
+      write_route<true>(a_, plan_.step, own, __shfl_sync(~0u, entry, static_cast<int>(i)) >> 20, t, to);
     }
   }
 
   // Those that the caller gave.
-  __device__ void write_scales(std::uint32_t given, char* row, std::uint32_t rows) const {
+  __device__ void write_scales(std::uint32_t own, char* row, std::uint32_t rows) const {
     for (std::uint32_t begin = 0; begin < k_.scale_pieces; begin += 32) {
       const std::uint32_t at = begin + threadIdx.x % 32;
-      const uint4 piece = given_piece_of_scales(a_, given, at);
+      const uint4 piece = given_piece_of_scales(a_, own, at);
       for (std::uint32_t i = 0; i < rows; ++i) {
         char* const to = of_lane(row, static_cast<int>(i));
         if (to != nullptr && at < k_.scale_pieces) store_piece(to + k_.dispatch.scales_at + 16 * at, piece);
@@ -275,14 +274,14 @@ class ManySender {
   char* const memory_;
   std::uint64_t* const loaded_;
   const std::uint32_t together_;  // tokens that are told of together
-  const std::uint32_t bytes_;  // of a token
+  const std::uint32_t bytes_;  // bytes of a token
   std::uint32_t asked_ = 0, used_ = 0;  // tiles
   std::uint32_t sent_ = 0;  // tokens
   std::uint32_t chunk_ = 0, token_ = 0, at_ = 0;  // that is asked for next
   bool knows_ = false;  // that chunk
   UntoldRows untold_;
   std::uint32_t round_ = 0;
-  bool has_room_ = true;  // for that round; else something failed
+  bool has_room_ = true;  // there is room for that round; else something failed
 };
 
 }  // namespace pplx::cuda

@@ -8,16 +8,16 @@
 
 namespace pplx::cuda {
 
-struct RoundPlan : ManyPlan {
-  char* rows_at[2][kMaxPeers];  // of the chunks: where rows of their round would begin at each peer if it had all rows of the block
+struct RoundPlan : LargePlan {
+  char* rows_at[2][kMaxPeers];  // where rows of the chunks' rounds would begin at each peer if it had all rows of the block
   std::uint32_t round[2];
   std::uint32_t begin[kMaxPeers];  // rows of earlier rounds, by rank
 };
 
-// Of this rank, to each peer.
+// Tells each peer of a round of this rank.
 __device__ inline void tell_round(const DispatchArguments& a, std::uint32_t step, std::uint32_t round, const std::uint32_t* begin) {
   const Common& k = a.common;
-  const std::uint32_t rounds = (a.own + a.pieces.tokens - 1) / a.pieces.tokens;
+  const std::uint32_t rounds = rounds_of_own(a.pieces, a.own);
   for (std::uint32_t i = threadIdx.x % 32; i < k.living; i += 32) {
     const std::uint32_t peer = k.order[i];
     if (is_remote(k, peer)) continue;  // the headers of its pieces say so
@@ -65,7 +65,7 @@ class RoundPlanner {
       next();
     }
     if (a_.ids == nullptr) return;
-    // The other half sends these.
+    // Plans the chunks that are left for the receive half to send.
     if (n > 0 && number_ < a_.chunks) await_turn(s_.used + (n - 1) % 2, (n - 1) / 2);
     for (; number_ < a_.chunks; next()) plan_chunk((n + 1) % 2);
   }
@@ -87,15 +87,17 @@ class RoundPlanner {
       *a_.received.step = s_.step;  // the step's other phases read it there
       take_set(k_, s_.step);
     }
-    if (a_.ids != nullptr) return;
+    if (a_.ids != nullptr && a_.chunks != 0) return;
+    for (std::uint32_t peer = threadIdx.x % 32; a_.chunks == 0 && peer < k_.c.world; peer += 32) p_.begin_rows[peer] = 0;
+    __syncwarp();
     send_all_counts<true>(a_, s_.step);
-    for (std::uint32_t round = 0; round * p_.tokens < a_.own; ++round) tell_round(a_, s_.step, round, p_.begin_rows + round * k_.c.world);
+    for (std::uint32_t round = 0; round < rounds_of_own(p_, a_.own); ++round) tell_round(a_, s_.step, round, p_.begin_rows + round * k_.c.world);
   }
 
   __device__ void plan_chunk(std::uint32_t turn) {
     const std::uint32_t round = number_ / p_.chunks;
     if (a_.ids == nullptr) {
-      copy_chunk<true>(a_, number_, s_.chunks + turn);
+      copy_chunk(a_, number_, s_.chunks + turn);
       find_round(round, p_.begin_rows + round * k_.c.world);
     } else {
       enter(round);
@@ -112,7 +114,7 @@ class RoundPlanner {
     __syncwarp();
   }
 
-  // Of a given plan.
+  // Finds the round's beginnings in a given plan.
   __device__ void find_round(std::uint32_t round, const std::uint32_t* begin) {
     if (round == round_) return;
     for (std::uint32_t peer = threadIdx.x % 32; peer < k_.c.world; peer += 32) s_.begin[peer] = begin[peer];
@@ -140,7 +142,7 @@ class RoundPlanner {
     const ChunkChoices chunk(a_, number_);
     PlannedChunk& planned = s_.chunks[turn];
     LoadedChunk loaded;
-    loaded.load<true>(a_, chunk);
+    loaded.load(a_, chunk);
     sum_chunks<true>(a_, s_.step, summed_, number_, sums_, memory_);
     summed_ = number_ + 1;
     const Spends spends(k_, Span::PlacingChunks);
@@ -154,7 +156,7 @@ class RoundPlanner {
       a_.plan.ids[to] = planned.id[at];
       a_.plan.index[to] = planned.index[at];
       a_.plan.token_rows[to] = planned.row[at];
-      if (a_.weights != nullptr && k_.slice.of == 1) a_.plan.weights[to] = planned.weight[at];
+      if (a_.weights != nullptr) a_.plan.weights[to] = planned.weight[at];
     }
   }
 

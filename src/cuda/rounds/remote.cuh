@@ -1,14 +1,14 @@
 // Blocks in pieces for peers of other nodes (protocol/pieces.h, remote/proxy.cuh): a round is a piece, which the proxy carries when all of it is there.
 //
-//   told    pieces of the last block of that set that the proxy was told of; none if that went as a whole
+//   told    pieces of the last block of that set that the proxy was told of
 //   landed  leading pieces of the peer's block that are here, with checked headers, and what they say in the handle
 //   room    leading pieces of this rank's block that the peer has read and that have left: what lies two places further may be written
 //
-// Device memory, for everybody who waits. One warp looks at what the proxy says and passes it on (remote/pass_on_rounds.cuh). With a carrier that kernels
-// drive (remote/carrier.cuh) that warp looks at its signals, and who would tell the proxy of a piece, or of a credit, posts it.
+// All are device memory. One warp looks at what the proxy says and passes it on (remote/pass_on_rounds.cuh). With a carrier that kernels
+// drive (remote/carrier.cuh) that warp looks at its signals, and threads that would tell the proxy of a piece, or of a credit, post it.
 //
-// A piece is handed over by whoever stores its last part, and not before the piece in front of it. Its parts are counted in `stored`: the tokens of
-// a dispatch, for all remote peers together, since who sends a token has waited for room at all of them; of a combine the rows for one peer, and
+// The thread that stores the last part of a piece hands it over, and not before the piece in front of it. Its parts are counted in `stored`: the tokens of
+// a dispatch, for all remote peers together, since a sender of a token has waited for room at all of them; of a combine the rows for one peer, and
 // the header.
 #pragma once
 
@@ -17,7 +17,7 @@
 
 namespace pplx::cuda {
 
-// Of all chunks' counts, that of a column.
+// Total of a column of all chunks' counts.
 __device__ inline std::uint32_t total_of(const DispatchArguments& a, std::uint32_t column) {
   std::uint32_t parts[kTotals], total = 0;
 #pragma unroll
@@ -27,7 +27,7 @@ __device__ inline std::uint32_t total_of(const DispatchArguments& a, std::uint32
   return total;
 }
 
-// What makes a count of a round complete: all of its parts, of which one knows how many there are, and the round in front of it.
+// A count of a round is complete with all of its parts, of which one knows how many there are, and the round in front of it.
 inline constexpr std::uint32_t kAllParts = 1u << 29, kRoundBefore = 1u << 30;
 
 __device__ inline std::uint64_t* remote_word(const Common& k, const PieceArguments& p, RemoteWord word, std::uint32_t step, Op op, std::uint32_t peer) {
@@ -37,21 +37,24 @@ __device__ inline std::uint64_t* remote_word(const Common& k, const PieceArgumen
 // Those that live.
 __device__ inline std::uint32_t remote_peers(const Common& k) { return count_ranks(k.remote & ~k.dead); }
 
-// What the handle of a dispatch keeps of its rounds: how many there are, or 0; then the rows before each.
+// Rounds of a rank with `own` tokens: at least one, for its counts.
+__device__ inline std::uint32_t rounds_of_own(const PieceArguments& p, std::uint32_t own) { return max(1u, (own + p.tokens - 1) / p.tokens); }
+
+// Rounds of a source, as the handle of a dispatch keeps them: how many there are, then the rows before each.
 __device__ inline std::uint32_t* kept_rounds(const PieceArguments& p, std::uint32_t source) { return p.kept + source * (p.most + 1); }
 
-// Of one op, as far as rounds say.
+// Rows of one op, as far as rounds say.
 struct PieceRows {
   std::uint32_t begin, end;
   __device__ std::uint32_t rows() const { return end - begin; }
 };
-// Of this rank's block for a peer. All chunks have been counted.
+// Rows of this rank's block for a peer. All chunks have been counted.
 __device__ inline PieceRows rows_of_own_round(const PieceArguments& p, const PlanView& plan, const Common& k, std::uint32_t peer, std::uint32_t round,
                                               std::uint32_t rounds) {
   const std::uint32_t* const begin = p.begin_rows + round * k.c.world + peer;
   return {__ldcg(begin), round + 1 < rounds ? __ldcg(begin + k.c.world) : __ldcg(plan.rows + peer)};
 }
-// Of a source's block, which has so many rows and goes in pieces.
+// Rows of a source's block, which has `rows` rows.
 __device__ inline PieceRows rows_of_kept_round(const PieceArguments& p, std::uint32_t source, std::uint32_t round, std::uint32_t rows) {
   const std::uint32_t* const kept = kept_rounds(p, source);
   return {__ldcg(kept + 1 + round), round + 1 < __ldcg(kept) ? __ldcg(kept + 2 + round) : rows};
@@ -59,7 +62,7 @@ __device__ inline PieceRows rows_of_kept_round(const PieceArguments& p, std::uin
 
 // ---- sending ----
 
-// Whether the blocks of all remote peers may be begun: see may_write(). For a warp.
+// True if the blocks of all remote peers may be begun: see may_write(). A warp's.
 __device__ inline bool may_write_all(const Common& k, std::uint32_t step, Op op) {
   bool good = true;
   come_late(k, step);
@@ -67,7 +70,7 @@ __device__ inline bool may_write_all(const Common& k, std::uint32_t step, Op op)
   return __all_sync(~0u, good);
 }
 
-// By one thread; nobody has been told yet.
+// Writes the header, by one thread, before any peer is told.
 __device__ inline void write_piece_header(const Common& k, char* piece, std::uint32_t step, std::uint32_t rows, std::uint32_t flags, std::uint32_t round,
                                           std::uint32_t rounds, const PieceRows& of) {
   BlockHeader h;
@@ -87,7 +90,7 @@ __device__ inline char* piece_for(const Common& k, std::uint32_t step, Op op, st
   return block_for(k, set_of(k.c, step), op, peer) + k.heap.piece_at(op, round);
 }
 
-// By one thread, which knows that the piece is complete.
+// Hands over the piece, by one thread, which knows that it is complete.
 __device__ inline void hand_over(const Common& k, const PieceArguments& p, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t round,
                                  std::uint32_t rows) {
   linger(k, std::uint64_t{round} << 32 | peer);
@@ -103,7 +106,7 @@ __device__ inline void hand_over(const Common& k, const PieceArguments& p, std::
   note(k, Stage::Told);
 }
 
-// For a warp whose lanes have stored `more` parts, and waited for what they have stored by bulk. True: the round is complete.
+// Counts `more` parts that the lanes of a warp have stored and awaited. True: the round is complete.
 __device__ inline bool count_parts(const Common& k, const PieceArguments& p, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t round,
                                    std::uint32_t more, std::uint32_t all) {
   const std::uint32_t place = (set_of(k.c, step) * kPieceOps + static_cast<std::uint32_t>(op)) * kPlaces + round % kPlaces;
@@ -120,11 +123,11 @@ __device__ inline bool count_parts(const Common& k, const PieceArguments& p, std
   return before + more == all;
 }
 
-// So many tokens of a dispatch have been stored, or what comes before them: kRoundBefore. By a warp.
+// Counts `more` stored tokens of a dispatch, or what comes before them: kRoundBefore. A warp's.
 static __device__ __noinline__ void count_tokens_of_round(const DispatchArguments& a, std::uint32_t step, std::uint32_t round, std::uint32_t more) {
   const Common& k = a.common;
   const PieceArguments& p = a.pieces;
-  const std::uint32_t rounds = (a.own + p.tokens - 1) / p.tokens;
+  const std::uint32_t rounds = rounds_of_own(p, a.own);
   for (; round < rounds; ++round, more = kRoundBefore) {
     const std::uint32_t tokens = min(p.tokens, a.own - round * p.tokens);
     if (!count_parts(k, p, step, Op::Dispatch, k.c.rank, round, more, tokens + kRoundBefore)) return;
@@ -138,7 +141,7 @@ static __device__ __noinline__ void count_tokens_of_round(const DispatchArgument
   }
 }
 
-// By the warp that has counted all chunks, or has a given plan: what remote peers must know before any row of theirs.
+// Tells remote peers what they must know before any row of theirs, by the warp that has counted all chunks, or has a given plan.
 [[maybe_unused]] static __device__ __noinline__ void begin_remote_blocks(const DispatchArguments& a, std::uint32_t step) {
   const Common& k = a.common;
   const PieceArguments& p = a.pieces;
@@ -163,17 +166,13 @@ static __device__ __noinline__ void count_tokens_of_round(const DispatchArgument
   count_tokens_of_round(a, step, 0, kRoundBefore);
 }
 
-// So many parts of what goes back to a peer in a round, or what comes before them. By a warp. rows: of the whole block.
+// Counts `more` parts of what goes back to a peer in a round, or what comes before them. A warp's. rows: of the whole block.
 [[maybe_unused]] static __device__ __noinline__ void count_sums_of_round(const Common& k, const PieceArguments& p, std::uint32_t step, std::uint32_t peer,
                                                         std::uint32_t round, std::uint32_t rows, std::uint32_t more) {
   const std::uint32_t rounds = __ldcg(kept_rounds(p, peer));
-  for (; round < max(1u, rounds); ++round, more = kRoundBefore) {
+  for (; round < rounds; ++round, more = kRoundBefore) {
     if (!count_parts(k, p, step, Op::Combine, peer, round, more, kAllParts + kRoundBefore)) return;
-    if (threadIdx.x % 32 != 0) continue;
-    if (rounds == 0)
-      hand_over(k, step, Op::Combine, peer, rows);
-    else
-      hand_over(k, p, step, Op::Combine, peer, round, rows_of_kept_round(p, peer, round, rows).rows());
+    if (threadIdx.x % 32 == 0) hand_over(k, p, step, Op::Combine, peer, round, rows_of_kept_round(p, peer, round, rows).rows());
   }
 }
 

@@ -1,7 +1,7 @@
-// Blocks in pieces on GPUs, in rounds (protocol/pieces.h): what all kernels do alike. A warp walks through the units of the rounds, which all
-// thread blocks claim in one order: whoever waits for a row waits for one of the earliest round that is not read yet, or for peers that do.
+// Blocks in pieces on GPUs, in rounds (protocol/pieces.h): the common part of all kernels. A warp walks through the units of the rounds, which all
+// thread blocks claim in one order: a warp that waits for a row waits for one of the earliest round that is not read yet, or for peers that do.
 //
-// The last warp to have done a unit of a round tells the peers that the round has been read. Who sends waits for that; it must have told of
+// The last warp to have done a unit of a round tells the peers that the round has been read. A sender waits for that; it must have told of
 // all that it has stored before.
 #pragma once
 
@@ -19,13 +19,13 @@ __device__ inline std::uint64_t word_of_round(const Common& k, std::uint32_t ste
 __device__ inline std::uint32_t* counts_of_set(const Common& k, const PieceArguments& p, std::uint32_t step) {
   return p.counts + set_of(k.c, step) * round_counts(p.most);
 }
-// For a warp.
+// A warp's.
 __device__ inline std::uint32_t claim(const Common& k, const PieceArguments& p, std::uint32_t step, Claim what) {
   std::uint32_t unit = 0;
   if (threadIdx.x % 32 == 0) unit = atomicAdd(counts_of_set(k, p, step) + static_cast<std::uint32_t>(what), 1u);
   return __shfl_sync(~0u, unit, 0);
 }
-// By one warp, while no kernel of the set has anything to do with that operation.
+// Forgets the counts of an op, by one warp, while no kernel of the set has anything to do with that op.
 __device__ inline void forget_rounds(const Common& k, const PieceArguments& p, std::uint32_t step, Op op) {
   std::uint32_t* const counts = counts_of_set(k, p, step);
   for (std::uint32_t i = threadIdx.x % 32; i < kClaims; i += 32)
@@ -35,8 +35,8 @@ __device__ inline void forget_rounds(const Common& k, const PieceArguments& p, s
 
 // ---- waits ----
 
-// Like ask() in common/wait.cuh. Some wait longer: a peer that has not read waits for somebody itself, whom it should blame first, and what this rank
-// is to send or to read itself waits for a peer. So does whoever passes words on, whom nobody may wait for. passed_on: the word is one that
+// Like ask() in common/wait.cuh. Some wait longer: a peer that has not read waits itself, and should blame its own peer first; what this rank
+// is to send or to read itself waits for a peer. A warp that passes words on waits longest. passed_on: the word is one that
 // such a warp writes, which hears of a goodbye behind it.
 static __device__ __noinline__ Verdict ask_for_round(const Common& k, std::uint32_t turn, std::uint64_t first, std::uint64_t begun, Phase phase,
                                                      std::uint32_t step, std::uint32_t peer, std::uint64_t expected, bool passed_on, std::uint32_t longer) {
@@ -54,16 +54,16 @@ static __device__ __noinline__ Verdict ask_for_round(const Common& k, std::uint3
 
 inline constexpr std::uint32_t kPassersWait = 3;  // as `longer` above
 
-// Whether so many rounds have been counted there, or just this one was.
+// True if round `round` has been counted there. exactly: if it was the last.
 __device__ inline bool says_round(const Common& k, const void* word, std::uint32_t step, std::uint32_t round, bool exactly) {
   const std::uint32_t rounds = pieces_in(load_acquire(word), k.generation, step);
   return exactly ? rounds == round + 1 : rounds > round;
 }
 
-// What a word says of a round: a row of it is here, all of a peer's is, or the peer has read.
+// The meaning of a word of a round: a row of it is here, all of a peer's is, or the peer has read.
 enum class Says { Row, Landed, Read };
 
-// For one thread. False: something failed.
+// Waits, by one thread. False: something failed.
 static __device__ __noinline__ bool await_round(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer,
                                                 std::uint32_t round, Says what) {
   const bool exactly = what == Says::Row;
@@ -89,7 +89,7 @@ __device__ inline bool row_has_come(const Common& k, const char* word, Phase pha
   return good;
 }
 
-// For one thread: until a remote peer's piece is here, whose rows have no words.
+// Waits, by one thread, until a remote peer's piece is here, whose rows have no words.
 __device__ inline bool piece_has_come(const Common& k, const PieceArguments& p, Phase phase, std::uint32_t step, Op op, std::uint32_t peer,
                                       std::uint32_t round) {
   const std::uint64_t* const word = remote_word(k, p, RemoteWord::Landed, step, op, peer);
@@ -103,7 +103,7 @@ __device__ inline const void* read_word(const Common& k, const PieceArguments& p
   if (is_remote(k, peer)) return remote_word(k, p, RemoteWord::Room, step, op, peer);
   return k.peers[k.c.rank] + k.heap.read_at(k.c, set_of(k.c, step), op, round, peer);
 }
-// Whether a peer has read what lay where this round is to go.
+// True if a peer has read what lay where this round is to go.
 __device__ inline bool has_room(const Common& k, const PieceArguments& p, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t round) {
   return round < kPlaces || says_round(k, read_word(k, p, step, op, peer, round), step, round - kPlaces, false);
 }
@@ -130,13 +130,12 @@ __device__ inline void give_credit(const Common& k, const PieceArguments& p, std
   publish(k, mailbox_entry(k.heap, k.host, index).mail, word_of_round(k, step, round));
 }
 
-// For a warp that has done one of a round's units, of which the first one knows how many there are. Rounds are told of in order. all: rounds of
-// the step.
+// Finishes one of a round's units, by a warp. The first unit knows how many there are. Rounds are told of in order. all: rounds of the step.
 __device__ inline void finish_unit(const Common& k, const PieceArguments& p, std::uint32_t step, Op op, std::uint32_t round, std::uint32_t units,
                                    bool first, std::uint32_t all) {
   std::uint32_t more = 1;
   if (first) more += kAllParts - units + (round == 0 ? kRoundBefore : 0);
-  for (; round + kPlaces < all; ++round, more = kRoundBefore) {  // nobody comes after the last ones
+  for (; round + kPlaces < all; ++round, more = kRoundBefore) {  // no round follows the last ones
     __syncwarp();
     linger(k, std::uint64_t{round} << 32 | step);
     std::uint32_t before = 0;
@@ -160,10 +159,10 @@ __device__ inline void finish_unit(const Common& k, const PieceArguments& p, std
 // Where the rows of one round are among those of each source. Shared memory, of a warp.
 struct RoundRows {
   std::uint32_t begin[kMaxPeers + 1];  // in front of each source's, of all that the round has
-  std::uint32_t first[kMaxPeers];  // of each source's block
+  std::uint32_t first[kMaxPeers];  // rows before the round, in each source's block
 };
 
-// For one thread: what a source tells of a round. False: something failed.
+// Waits, by one thread, for what a source tells of a round. False: something failed.
 __device__ inline bool await_round_begin(const Common& k, const PieceArguments& p, Phase phase, std::uint32_t step, std::uint32_t source,
                                          std::uint32_t round, uint4& piece) {
   const char* const place = k.peers[k.c.rank] + k.heap.round_at(k.c, set_of(k.c, step), source, p.most, round);
@@ -173,21 +172,20 @@ __device__ inline bool await_round_begin(const Common& k, const PieceArguments& 
 struct RoundRun {
   std::uint32_t round, source, first, rows;  // first: of the source's block
   std::uint32_t slot_row, part;
-  bool in_pieces;
   bool is_first;  // unit of its round
-  bool is_header;  // of what goes back to `source`, a remote peer; no rows
+  bool is_header;  // a header for `source`, a remote peer; no rows
 };
 
 // Where the run's rows begin, of which `block` has the first round: this rank's slot, or what the proxy sends. A piece that the proxy carries has its
 // own header in front.
 __device__ inline char* rows_of_run(const Common& k, Op op, const BlockLayout& layout, const RoundRun& run, char* block) {
-  if (run.in_pieces && is_remote(k, run.source)) block += k.heap.piece_at(op, run.round);
+  if (is_remote(k, run.source)) block += k.heap.piece_at(op, run.round);
   return block + layout.row_at(run.slot_row);
 }
 
 class Rounds {
  public:
-  // For a warp. rows_begin: of all sources. A unit is a part of a run of at most so many rows.
+  // A warp's. rows_begin: of all sources. A unit is a part of a run of at most `most_rows` rows.
   __device__ Rounds(const Common& k, const PieceArguments& p, std::uint32_t step, const std::uint32_t* rows_begin, Phase phase,
                     std::uint32_t most_rows, std::uint32_t parts, RoundRows& rows)
       : k_(k), p_(p), step_(step), rows_begin_(rows_begin), phase_(phase), most_rows_(most_rows), parts_(parts), rows_(rows),
@@ -206,14 +204,13 @@ class Rounds {
       } else if (is_there(source) && is_remote(k_, source)) {
         good = piece_has_come(k_, p_, phase_, step_, Op::Dispatch, source, 0) && good;
         rounds = good ? __ldcg(kept_rounds(p_, source)) : 0;
-      } else if (is_there(source) && load_piece(k_.peers[k_.c.rank] + k_.heap.rows_at(k_.c, set_of(k_.c, step_), source)).y == 0) {
+      } else if (is_there(source)) {
         uint4 piece;
         good = await_round_begin(k_, p_, phase_, step_, source, 0, piece) && good;
         rounds = good ? piece.y : 0;
         if (good && (rounds == 0 || rounds > p_.most)) good = refuse(source, p_.most, rounds);
       }
       of_source_[i] = rounds;
-      in_pieces_ |= std::uint64_t{__ballot_sync(~0u, rounds != 0)} << 32 * i;
       most = max(most, rounds);
     }
 #pragma unroll
@@ -225,12 +222,8 @@ class Rounds {
     return all_of_warp(good);
   }
   __device__ std::uint32_t all() const { return all_; }
-  __device__ bool any_in_pieces() const { return in_pieces_ != 0; }
   __device__ bool failed() const { return failed_; }
-  __device__ std::uint32_t units() const { return units_; }  // of the last run's round
-
-  // Whether it is a unit of the round of the last one that was found: find() gives those of one round in any order.
-  __device__ bool holds(std::uint32_t n) const { return opened_ && n - base_ < units_; }
+  __device__ std::uint32_t units() const { return units_; }  // units of the last run's round
 
   // The nth unit from the first wanted round on; a warp asks for ever later ones. A round without rows has a unit all the same. False: there
   // is none, or something failed.
@@ -264,8 +257,7 @@ class Rounds {
     run.source = of.source;
     run.first = rows_.first[of.source] + of.first;
     run.rows = of.rows;
-    run.in_pieces = (in_pieces_ >> of.source & 1) != 0;
-    run.slot_row = !run.in_pieces ? run.first : of.first + (is_remote(k_, of.source) ? 0 : round_ % kPlaces * p_.tokens);
+    run.slot_row = of.first + (is_remote(k_, of.source) ? 0 : round_ % kPlaces * p_.tokens);
     return true;
   }
 
@@ -298,20 +290,15 @@ class Rounds {
       if (32 * i >= k_.c.world) break;
       const std::uint32_t source = threadIdx.x % 32 + 32 * i;
       std::uint32_t first = 0, n = 0;
-      if (is_there(source)) {
+      if (round < of_source_[i]) {
         const std::uint32_t rows = rows_begin_[source + 1] - rows_begin_[source];
-        if (!keeps_ && is_remote(k_, source) && round < of_source_[i]) good = piece_has_come(k_, p_, phase_, step_, Op::Dispatch, source, round);
-        if (of_source_[i] == 0) {
-          n = round == 0 ? rows : 0;
-          if (n > k_.heap.slot_rows) good = refuse(source, k_.heap.slot_rows, n);
-        } else if (round < of_source_[i]) {
-          std::uint32_t end = rows;
-          if (good && round != 0) good = load_begin(source, round, first);
-          if (good && round + 1 < of_source_[i]) good = load_begin(source, round + 1, end);
-          n = end - first;
-          if (good && (first > end || end > rows || n > p_.tokens)) good = refuse(source, p_.tokens, n);
-          if (!good) n = 0;
-        }
+        std::uint32_t end = rows;
+        if (!keeps_ && is_remote(k_, source)) good = piece_has_come(k_, p_, phase_, step_, Op::Dispatch, source, round);
+        if (good && round != 0) good = load_begin(source, round, first);
+        if (good && round + 1 < of_source_[i]) good = load_begin(source, round + 1, end);
+        n = end - first;
+        if (good && (first > end || end > rows || n > p_.tokens)) good = refuse(source, p_.tokens, n);
+        if (!good) n = 0;
       }
       std::uint32_t sum = n;
 #pragma unroll
@@ -338,8 +325,7 @@ class Rounds {
   RoundRows& rows_;
   const bool keeps_;  // a combine: peers may be in the set's next step already
   const std::uint32_t headers_;  // units of a round that come before its rows
-  std::uint32_t of_source_[kSourcesOfLane] = {};  // rounds of sources lane and lane + 32; 0: their blocks are whole
-  std::uint64_t in_pieces_ = 0;  // sources, a bit each
+  std::uint32_t of_source_[kSourcesOfLane] = {};  // rounds of sources lane and lane + 32; 0: there is no such source
   std::uint32_t all_ = 1, end_ = 0;
   std::uint32_t round_ = 0, base_ = 0, units_ = 0;  // that was loaded last; units before its first, and its own
   bool opened_ = false, failed_ = false;
