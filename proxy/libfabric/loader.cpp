@@ -163,6 +163,11 @@ void initialise_providers(const Library& library) {
 
 std::string version_text(std::uint32_t version) { return std::to_string(version >> 16) + "." + std::to_string(version & 0xffff); }
 
+std::string sysfs_root() {
+  const char* path = std::getenv("SYSFS_PATH");
+  return path != nullptr && *path == '/' ? path : "/sys";
+}
+
 bool compiled_in() {
 #ifdef PPLX_HAVE_LIBFABRIC_HEADERS
   return true;

@@ -31,6 +31,9 @@ struct Library {
   char* (*tostr)(const void*, int) = nullptr;
 };
 
+// /sys, or SYSFS_PATH, by which the verbs libraries find their devices too: the software EFA device has a tree of its own.
+std::string sysfs_root();
+
 // True when this program was compiled with libfabric's headers. Without them every function below reports how to get them.
 bool compiled_in();
 

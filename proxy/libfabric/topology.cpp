@@ -157,11 +157,6 @@ std::string format_cpus(const std::vector<int>& cpus) {
 }
 
 // The device itself may be one that a driver made (virtio2, net/eth0): where it is, says the PCI device that it hangs on.
-std::string sysfs_root() {
-  const char* path = std::getenv("SYSFS_PATH");
-  return path != nullptr && *path == '/' ? path : "/sys";
-}
-
 Location Topology::of_device(const std::string& folder) const {
   Location location;
   const std::string real = real_path(folder), devices = real_path(sysfs_) + "/devices/";

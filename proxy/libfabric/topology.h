@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "loader.h"
+
 namespace pplx::libfabric {
 
 // The GPU and CPUs of one process of this host.
@@ -19,9 +21,6 @@ struct Location {
   int numa = -1;
   std::vector<int> cpus;    // that are near
 };
-
-// /sys, or SYSFS_PATH, by which the verbs libraries find their devices too: the software EFA device has a tree of its own.
-std::string sysfs_root();
 
 class Topology {
  public:
