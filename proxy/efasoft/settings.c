@@ -43,7 +43,8 @@ static enum mover mover(void) {
 static const char* folder_of(const char* name, const char* what) {
   const char* text = text_of(name);
   if (!text) {
-    say("%s is not set, so there are no EFA devices; it names %s. `python -m pplx_comm efa-soft -- COMMAND` sets it up", name, what);
+    say("%s is not set, so there are no EFA devices; it names %s. `python -m pplx_comm efa-soft -- COMMAND` sets it up",
+        name, what);
     current.usable = false;
   }
   return text;
