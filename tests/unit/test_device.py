@@ -1,4 +1,4 @@
-"""What device=None means."""
+"""device=None takes a GPU where torch sees one."""
 
 from __future__ import annotations
 

@@ -93,7 +93,7 @@ def test_refused_arguments(comm: pc.Communicator) -> None:
         ({"gemm": "abacus"}, "abacus"),
     ):
         with pytest.raises(pc.Error, match=said):
-            MoE(*sizes, **arguments)
+            MoE(*sizes, **arguments, all_to_all={"device": "cpu"})
     layer = MoE(*sizes, max_tokens_per_rank=8, inference=True, all_to_all={"device": "cpu"})
     with pytest.raises(pc.Error, match="no_grad"):
         layer(torch.zeros(1, 64))
