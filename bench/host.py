@@ -85,7 +85,9 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     comm = pc.Communicator.from_env()
-    a2a = pc.AllToAll(comm, num_experts=32, top_k=8, hidden=128, max_tokens_per_rank=128, wire="fp8", layout=pc.Ragged(align=8))
+    a2a = pc.AllToAll(
+        comm, num_experts=32, top_k=8, hidden=128, max_tokens_per_rank=128, wire="fp8", layout=pc.Ragged(align=8), device="cpu"
+    )
     x, ids = torch.zeros(128, 128, dtype=torch.bfloat16), torch.zeros(128, 8, dtype=torch.int64)
     weights = torch.zeros(128, 8)
     out = torch.zeros(a2a._steps.session.config.max_rows, 128, dtype=torch.bfloat16)

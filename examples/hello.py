@@ -10,7 +10,7 @@ sys.path.append(str(Path(__file__).resolve().parents[1]))  # a checkout that is 
 import pplx_comm as pc
 
 comm = pc.Communicator.from_env()
-a2a = pc.AllToAll(comm, num_experts=16, top_k=4, hidden=1024, max_tokens_per_rank=64)
+a2a = pc.AllToAll(comm, num_experts=16, top_k=4, hidden=1024, max_tokens_per_rank=64, device="cpu")
 
 x = torch.randn(64, 1024, dtype=torch.bfloat16)
 weights, ids = torch.rand(64, 16).softmax(-1).topk(4)

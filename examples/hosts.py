@@ -13,7 +13,7 @@ import pplx_comm as pc
 logging.basicConfig(level=logging.INFO, format="%(message)s")  # rank 0 says which peers it reaches how
 
 comm = pc.Communicator.from_env()
-a2a = pc.AllToAll(comm, num_experts=16, top_k=4, hidden=1024, max_tokens_per_rank=64, dtype=torch.float32)
+a2a = pc.AllToAll(comm, num_experts=16, top_k=4, hidden=1024, max_tokens_per_rank=64, dtype=torch.float32, device="cpu")
 
 torch.manual_seed(comm.rank)
 x = torch.randn(64, 1024)

@@ -40,7 +40,9 @@ class AllToAll:
     dtype: dtype of dispatch's input and combine's output: bfloat16, float16 or float32.
     wire: the format of dispatched rows: "native", or e4m3 codes with scales: "fp8", "fp8_ue8m0", "mxfp8"; see Wire.
     layout: the shape of d.x: Ragged(align=128), Padded() or Compact().
-    device: "cpu", the default; "cuda" for torch's current GPU, or "cuda:1". Ranks of one node may share a GPU.
+    device: "cpu"; "cuda" for torch's current GPU, or "cuda:1". None is "cuda" where torch sees a GPU, else "cpu". A build without
+        kernels raises an Error there, since steps on the CPU would only be slow; so do ranks of which only some see a GPU. Ranks
+        of one node may share a GPU.
     transport: "auto" maps memory inside a node and uses the proxy between nodes; "mapped" or "proxy" insists. "nvshmem" maps memory
         inside a node, and what NVSHMEM maps across nodes; else kernels post to a ConnectX themselves; device="cuda" only.
     provider: the libfabric provider of the proxy; None takes the best there is.

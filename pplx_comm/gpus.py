@@ -16,8 +16,8 @@ def built() -> Any:
         import pplx_comm._cuda as _cuda
     except ImportError as problem:
         raise Error(
-            f"device='cuda': this build has no CUDA module ({problem}). Rebuild with CUDA 12.3 or newer and nvcc in PATH; "
-            "`python -m pplx_comm doctor` says what is there"
+            f"device='cuda', the default where torch sees a GPU: this build has no CUDA module ({problem}). Rebuild with CUDA 12.3 "
+            "or newer and nvcc in PATH (`python -m pplx_comm doctor` says what is there), or pass device='cpu'"
         ) from None
     return _cuda
 

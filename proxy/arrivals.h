@@ -1,5 +1,5 @@
-// The one completion primitive: which shards of a peer's block, or of a piece of it, have landed. It is complete when its mask is full.
-// A duplicate changes nothing, and an immediate of an unexpected step is not counted.
+// The one completion primitive: which shards of a peer's block, or of a piece of it, have landed. It is complete when its mask is
+// full. A duplicate changes nothing, and an immediate of an unexpected step is not counted.
 #pragma once
 
 #include "../src/protocol/immediate.h"

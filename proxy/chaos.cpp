@@ -98,7 +98,8 @@ ChaosOptions parse_chaos(const std::string& text) {
     else if (name == "delay_us") options.delay_us = static_cast<std::uint32_t>(std::min(number(item, value), kLongestDelay));
     else if (name == "kill" || name == "mute") options.cuts.push_back(cut(item, value, name == "mute"));
     else if (name == "stall") options.stalls.push_back(stall(item, value));
-    else refuse(item, "is unknown: there are seed, delay, delay_us, shuffle, split, duplicate, replay, again, kill, mute and stall");
+    else
+      refuse(item, "is unknown: there are seed, delay, delay_us, shuffle, split, duplicate, replay, again, kill, mute and stall");
   }
   return options;
 }
@@ -186,8 +187,8 @@ Post ChaosFabric::write(const Write& write) {
   return Post::Accepted;
 }
 
-// All shards of a block must be cut into the same number of pieces, or their numbers would not fit together. So a hash of what they share
-// decides, not chance.
+// All shards of a block must be cut into the same number of pieces, or their numbers would not fit together. So a hash of what they
+// share decides, not chance.
 std::uint32_t ChaosFabric::pieces_of(const Write& write) const {
   Immediate i = unpack(write.immediate);
   if (i.op == Op::Credit) return 1;   // it has no shards

@@ -1,6 +1,6 @@
 // Wraps a fabric and breaks every promise that the proxy must not rely on: it delays, shuffles, splits, duplicates and replays,
-// refuses posts, cuts links, and stands still. Everything follows from a seed and the order of calls. It knows the immediate, and nothing
-// else of the protocol or the device.
+// refuses posts, cuts links, and stands still. Everything follows from a seed and the order of calls. It knows the immediate, and
+// nothing else of the protocol or the device.
 #pragma once
 
 #include <chrono>
@@ -23,7 +23,8 @@ struct ChaosOptions {
     bool silent = false;        // writes never complete, and what the other side sent does not arrive; else writes fail
   };
 
-  // The thread that drives that rank's fabric stands still for a second after it has taken that many writes; for two if named twice.
+  // The thread that drives that rank's fabric stands still for a second after it has taken that many writes; for two if named
+  // twice.
   struct Stall {
     int rank = 0;
     std::uint64_t after = 0;
@@ -41,7 +42,8 @@ struct ChaosOptions {
   std::vector<Stall> stalls;
 };
 
-// Parses "seed=7,delay=0.5,kill=0-2@100"; omitted settings keep their defaults. Throws std::invalid_argument that says what is wrong.
+// Parses "seed=7,delay=0.5,kill=0-2@100"; omitted settings keep their defaults. Throws std::invalid_argument that says what is
+// wrong.
 ChaosOptions parse_chaos(const std::string& text);
 std::string to_text(const ChaosOptions& options);
 

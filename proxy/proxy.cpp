@@ -88,7 +88,8 @@ void Proxy::detach(std::uint32_t number) {
 }
 
 bool Proxy::unused() const {
-  return std::none_of(std::begin(objects_), std::end(objects_), [](const std::unique_ptr<Object>& each) { return each != nullptr; });
+  return std::none_of(std::begin(objects_), std::end(objects_),
+                      [](const std::unique_ptr<Object>& each) { return each != nullptr; });
 }
 
 std::uint32_t Proxy::outstanding(std::uint32_t number) const {
@@ -147,7 +148,8 @@ bool Proxy::take_mail() {
   return moved;
 }
 
-// Looks at the mailbox, or the credits, of one op of one set. Posts blocks as it finds them, not after the whole look: a peer waits for the first write.
+// Looks at the mailbox, or the credits, of one op of one set. Posts blocks as it finds them, not after the whole look: a peer waits
+// for the first write.
 bool Proxy::take_row(std::uint32_t number, Object& object, std::uint32_t row) {
   const std::uint32_t world = object.o.config.world, rank = object.o.config.rank;
   const std::uint64_t* const mail = word(object, object.heap.mailbox) + std::size_t{row} * world;
@@ -215,8 +217,8 @@ std::optional<Proxy::Cut> Proxy::next_part(Object& object, const Job& job, std::
   return Cut{mail.step, part, at, layout.bytes(std::min(sizes.begin(part + 1), mail.rows)) - at};
 }
 
-// The next piece that the mail announces, in its place; none: all of them are in flight. The device announces a piece when its place is
-// free here and at the peer.
+// The next piece that the mail announces, in its place; none: all of them are in flight. The device announces a piece when its
+// place is free here and at the peer.
 std::optional<Proxy::Cut> Proxy::next_piece(Object& object, const Job& job, std::uint32_t word, Mail mail) {
   const Config& c = object.o.config;
   const std::uint32_t rows = object.heap.piece_rows;
@@ -226,11 +228,14 @@ std::optional<Proxy::Cut> Proxy::next_piece(Object& object, const Job& job, std:
   if (mail.rows <= (c.on_gpu ? piece : from)) return std::nullopt;
   ++sender.begun;
   if (piece >= kPlaces && object.out[object.out_index(word, piece)].unsent != 0 && object.o.on_failure) {
-    const std::string what = "piece " + std::to_string(piece) + " lies where piece " + std::to_string(piece - kPlaces) + " has yet to leave";
+    const std::string what = "piece " + std::to_string(piece) + " lies where piece " + std::to_string(piece - kPlaces) +
+        " has yet to leave";
     object.o.on_failure({job.peer, job.op, mail.step, what});
   }
-  const std::uint32_t its_rows = c.on_gpu ? rows_of_piece(object.heap, c, object.o.memory, mail.step, job.op, job.peer, piece) : mail.rows - from;
-  return Cut{mail.step, piece, object.heap.piece_at(job.op, piece), object.layout[std::uint32_t(job.op)].bytes(std::min(rows, its_rows))};
+  const std::uint32_t its_rows =
+      c.on_gpu ? rows_of_piece(object.heap, c, object.o.memory, mail.step, job.op, job.peer, piece) : mail.rows - from;
+  return Cut{mail.step, piece, object.heap.piece_at(job.op, piece),
+             object.layout[std::uint32_t(job.op)].bytes(std::min(rows, its_rows))};
 }
 
 // Splits what was cut into shards, and makes it the job's.
@@ -255,9 +260,9 @@ void Proxy::begin(Object& object, Job& job, std::uint32_t word, const Cut& cut) 
   if (cut.number == 0 && job.op == Op::Dispatch) ++awaited_;
 }
 
-// A credit for each piece that has been read, even if a later one says more: one that is overtaken by six others would count again, but
-// none can be, for without it no piece goes that the others are for. True if a job is to be made: there is one in the queue until all
-// credits have been posted.
+// A credit for each piece that has been read, even if a later one says more: one that is overtaken by six others would count again,
+// but none can be, for without it no piece goes that the others are for. True if a job is to be made: there is one in the queue
+// until all credits have been posted.
 bool Proxy::begin_credit(Object& object, const Job& job, std::uint64_t mail) {
   const Config& c = object.o.config;
   Outgoing& out = object.out[job.index];
@@ -271,8 +276,8 @@ bool Proxy::begin_credit(Object& object, const Job& job, std::uint64_t mail) {
   return !queued;
 }
 
-// `more` is set only when another write on the endpoint is certain: the next shard of every block is tried, later ones only if the fabric
-// takes it.
+// `more` is set only when another write on the endpoint is certain: the next shard of every block is tried, later ones only if the
+// fabric takes it.
 bool Proxy::post(const Job* jobs, std::uint32_t count) {
   std::uint32_t to_come[kMaxEndpoints] = {};
   for (std::uint32_t i = 0; i < count; ++i) ++to_come[endpoint_of(jobs[i], objects_[jobs[i].object]->out[jobs[i].index].posted)];
@@ -296,7 +301,8 @@ bool Proxy::post_shards(Object& object, const Job& job, const std::uint32_t* to_
   w.context = context_of(object.life, job.object, job.index);
   bool moved = false;
   while (out.posted < out.shards) {
-    const std::uint64_t begin = std::min(out.bytes, out.shard_bytes * out.posted), end = std::min(out.bytes, begin + out.shard_bytes);
+    const std::uint64_t begin = std::min(out.bytes, out.shard_bytes * out.posted);
+    const std::uint64_t end = std::min(out.bytes, begin + out.shard_bytes);
     const std::uint32_t endpoint = endpoint_of(job, out.posted);
     w.endpoint = static_cast<int>(endpoint);
     w.source_offset = out.source + begin;
@@ -378,10 +384,12 @@ void Proxy::arrived(std::uint32_t bits) {
     raise_arrival<HostAtomics>(memory, object->heap, c, signal_of(i.op), i.source, object->o.generation, step);
   }
   if (object->o.arrivals != nullptr)
-    std::atomic_thread_fence(std::memory_order_seq_cst);   // or the processor would hold the store back, to combine it with its neighbours
+    // Or the processor would hold the store back, to combine it with its neighbours
+    std::atomic_thread_fence(std::memory_order_seq_cst);
 }
 
-// Notes a shard. Whether more of the leading parts, or pieces, have landed. A number of a part is all of it, that of a piece its low bits.
+// Notes a shard. Whether more of the leading parts, or pieces, have landed. A number of a part is all of it, that of a piece its
+// low bits.
 bool Proxy::count_arrived(Object& object, Incoming& in, const Immediate& i, std::uint32_t step) {
   const std::uint32_t places = object.places();
   const bool in_parts = object.goes_in_parts(i.op);

@@ -66,8 +66,8 @@ class Proxy {
   const ProxyStats& stats() const { return stats_; }
 
  private:
-  // A block, or a part or a piece of one, in flight from this rank to one peer, for one op of one set. Or the credits for a block of that peer's: a
-  // shard each, without data.
+  // A block, or a part or a piece of one, in flight from this rank to one peer, for one op of one set. Or the credits for a block
+  // of that peer's: a shard each, without data.
   struct Outgoing {
     std::uint64_t source = 0, bytes = 0, shard_bytes = 0;   // shard_bytes: of every shard but the last
     std::uint64_t target = 0;                               // where it begins in the peer's heap
@@ -112,7 +112,8 @@ class Proxy {
 
     std::uint32_t places() const { return heap.in_pieces ? kPlaces : heap.in_parts ? kMostParts : 1; }
     bool goes_in_parts(Op op) const { return heap.in_parts && op != Op::Weights; }
-    std::uint32_t out_index(std::uint32_t word, std::uint32_t number) const { return word + words * (number % places()); }   // a Cut's
+    // A Cut's
+    std::uint32_t out_index(std::uint32_t word, std::uint32_t number) const { return word + words * (number % places()); }
     bool is_credit(std::uint32_t index) const { return index >= words * places(); }
   };
   struct Job {
@@ -133,8 +134,8 @@ class Proxy {
   static bool begin_credit(Object& object, const Job& job, std::uint64_t mail);
   bool post(const Job* jobs, std::uint32_t count);
   bool post_shards(Object& object, const Job& job, const std::uint32_t* to_come);
-  // From both ranks' numbers. An endpoint writes to the peer's endpoint of the same number, so with the peer's number alone all small
-  // blocks for it would arrive through one.
+  // From both ranks' numbers. An endpoint writes to the peer's endpoint of the same number, so with the peer's number alone all
+  // small blocks for it would arrive through one.
   std::uint32_t endpoint_of(const Job& job, std::uint32_t shard) const {
     return (objects_[job.object]->o.config.rank + job.peer + shard) % endpoints_;
   }

@@ -28,8 +28,8 @@ constexpr timespec kShortNap{0, kShortestNap};
 // With the naps below, six proxies in each of eight ranks, one of them in use, took half of two cores.
 constexpr auto kUnusedNap = std::chrono::milliseconds(20);
 
-// Naps of an idle thread: 50 us, or longer if needed to stay below a twenty-fifth of a core. The cost of a nap and a look depends on
-// provider and machine: tcp asks the kernel each time, which alone took 6 % of a slow core.
+// Naps of an idle thread: 50 us, or longer if needed to stay below a twenty-fifth of a core. The cost of a nap and a look depends
+// on provider and machine: tcp asks the kernel each time, which alone took 6 % of a slow core.
 class Naps {
  public:
   void nap() {

@@ -25,7 +25,7 @@ class Ours:
                 self._comm, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden, max_tokens_per_rank=shape.tokens,
                 dtype=o.dtype, wire=o.wire, layout=shape.layout, transport=transport.transport,
                 provider=transport.provider, node_size=transport.node_size, timeout=timeout,
-                slot_bytes=o.slot_bytes,
+                slot_bytes=o.slot_bytes, device="cpu",
             )  # fmt: skip
         except BaseException:
             self._comm.close()

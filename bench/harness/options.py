@@ -106,23 +106,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--node-size",
         type=positive,
         metavar="N",
-        help="auto, nvshmem: take N ranks in a row for a node; the proxy, or NVSHMEM, carries to all others",
+        help="auto, nvshmem: treat each N consecutive ranks as one node; the proxy, or NVSHMEM, carries to all others",
     )
     what.add_argument(
         "--peers", "--peer", type=_peers, metavar="P,P",
         help="compare with gloo, mpi; on cuda nccl, ag_rs, symm_mem, deep_ep; or none (all that the device has)",
     )  # fmt: skip
     what.add_argument(
-        "--routing",
-        choices=("uniform", "zipf", "one-hot"),
-        default="uniform",
-        help="how tokens choose experts (uniform)",
+        "--routing", choices=("uniform", "zipf", "one-hot"), default="uniform", help="how tokens choose experts (uniform)"
     )
     what.add_argument(
-        "--slot-bytes",
-        type=positive,
-        metavar="N",
-        help="of the library: blocks that do not fit go in pieces (no limit)",
+        "--slot-bytes", type=positive, metavar="N", help="of the library: blocks that do not fit go in pieces (no limit)"
     )
     what.add_argument("--seed", type=int, default=1, help="seed of routing and values, alike for everything measured (1)")
     what.add_argument("--threads", type=positive, help="threads per rank (PPLX_COMM_THREADS, else this rank's share of the cores)")

@@ -13,10 +13,12 @@ import time
 from datetime import datetime, timezone
 from pathlib import Path
 
-from bench.model import plot, published, report
+from bench.model import plot, published
 from bench.model.fabrics import FABRICS
 from bench.model.kernels import given
 from bench.model.predict import (
+    Held,
+    Sensitivity,
     beside,
     deepep,
     garden,
@@ -29,6 +31,7 @@ from bench.model.predict import (
     shape,
     validation,
 )
+from bench.model.report import Ours, markdown, record
 from pplx_comm import __version__
 
 # The replay is there for comparison, where pplx-garden was ever run.
@@ -44,7 +47,7 @@ def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
 
 
-def main() -> int:
+def parsed() -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="python -m bench.model", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -62,17 +65,19 @@ def main() -> int:
     parser.add_argument("--json", type=Path, metavar="FILE", help="all predicted points, and what the model was held against")
     parser.add_argument("--plot", metavar="FILE.png")
     options = parser.parse_args()
-    fabrics = options.fabrics.split(",")
-    unknown = [name for name in fabrics if name not in FABRICS]
-    if unknown:
+    options.fabrics = options.fabrics.split(",")
+    if unknown := [name for name in options.fabrics if name not in FABRICS]:
         parser.error(f"no fabric {', '.join(unknown)}; there are {', '.join(FABRICS)}")
+    return options
 
-    begun = time.monotonic()
-    predicted: report.Ours = {}
-    replayed: report.Ours = {}
+
+def points(options: argparse.Namespace) -> tuple[Ours, Ours]:
+    """Returns what is predicted for this library, and by the replay."""
+    predicted: Ours = {}
+    replayed: Ours = {}
     for tokens in options.tokens:
         for ranks in options.ranks:
-            for name in fabrics:
+            for name in options.fabrics:
                 at = time.monotonic()
                 s = shape(ranks, tokens)
                 predicted[name, ranks, tokens] = ours(FABRICS[name], s, kernels=options.kernels, seed=options.seed)
@@ -82,7 +87,11 @@ def main() -> int:
                 if ranks in REPLAYED:
                     replayed[name, ranks, tokens] = garden(FABRICS[name], s, seed=options.seed)
                 print(f"{name} EP{ranks} {tokens} tokens: {time.monotonic() - at:.1f} s", file=sys.stderr, flush=True)
-    checks = {
+    return predicted, replayed
+
+
+def held_against(options: argparse.Namespace) -> dict[str, list[Held]]:
+    return {
         "microbenchmarks": list(microbenchmarks()),
         "reference": list(reference(options.seed)),
         "decode": list(validation(published.DECODE, options.seed)),
@@ -90,13 +99,24 @@ def main() -> int:
         "posted": list(validation(published.BY_DEEPEP, options.seed, deepep)),
         "prefill": list(validation(published.PREFILL, options.seed)) if max(options.tokens) >= 4096 else [],
     }
-    gpus = list(beside(published.BY_GPUS, options.kernels, options.seed)) if "cx7" in fabrics and 128 in options.tokens else []
-    asked = {}
+
+
+def asked(predicted: Ours, seed: int) -> dict[str, list[Sensitivity]]:
+    """Returns what parameters do at three points, of those that were predicted."""
+    found = {}
     for point, ask in ((SENSITIVITY, sensitivity), (MANY_RANKS, of_many_ranks), (POSTING, of_gpus_that_post)):
         name, ranks, tokens = point
         if point in predicted:
-            fabric = FABRICS[name.partition(",")[0]]
-            asked[f"{name}, EP{ranks}, {tokens} tokens"] = list(ask(fabric, ranks, tokens, options.seed))
+            found[f"{name}, EP{ranks}, {tokens} tokens"] = list(ask(FABRICS[name.partition(",")[0]], ranks, tokens, seed))
+    return found
+
+
+def main() -> int:
+    options, begun = parsed(), time.monotonic()
+    predicted, replayed = points(options)
+    beside_others = "cx7" in options.fabrics and 128 in options.tokens
+    gpus = list(beside(published.BY_GPUS, options.kernels, options.seed)) if beside_others else []
+    checks, cases = held_against(options), asked(predicted, options.seed)
     command = " ".join(["python -m bench.model", *sys.argv[1:]])
     date = datetime.now(timezone.utc).isoformat(timespec="seconds").replace("+00:00", "Z")
     head = {
@@ -105,29 +125,29 @@ def main() -> int:
         "took": f"{time.monotonic() - begun:.0f} s on {platform.machine()}, python {platform.python_version()}",
     }
     print(
-        report.markdown(
+        markdown(
             head=head,
             kernels=options.kernels,
+            held_against=checks,
             predicted=predicted,
             replayed=replayed,
-            sensitivity=asked,
+            sensitivity=cases,
             gpus=gpus,
-            **checks,
         )
     )
     if options.json:
-        record = {
+        whole = {
             **head,
             "predicted": True,
             "seed": options.seed,
             "kernels": vars(options.kernels),
             "held_against": {part: [{**vars(h), "error": h.error} for h in of] for part, of in checks.items()},
-            "parameters": {f: [vars(p) for p in FABRICS[f].parameters] for f in fabrics},
-            "points": report.record(predicted),
-            "replayed": report.record(replayed),
-            "sensitivity": {of: [vars(s) for s in cases] for of, cases in asked.items()},
+            "parameters": {f: [vars(p) for p in FABRICS[f].parameters] for f in options.fabrics},
+            "points": record(predicted),
+            "replayed": record(replayed),
+            "sensitivity": {of: [vars(s) for s in many] for of, many in cases.items()},
         }
-        options.json.write_text(json.dumps(record, indent=1) + "\n")
+        options.json.write_text(json.dumps(whole, indent=1) + "\n")
     if options.plot:
         plot.plot(predicted, replayed, options.plot, f"{command}; {__version__}")
     return 0

@@ -96,7 +96,8 @@ PYBIND11_MODULE(_model, m) {
           "fp8", [](const Shape& s) { return s.wire == Wire::FP8; },
           [](Shape& s, bool fp8) { s.wire = fp8 ? Wire::FP8 : Wire::Native; });
   py::class_<KernelTime>(m, "KernelTime")
-      .def(py::init([](double fixed_us, double row_us) { return KernelTime{fixed_us, row_us}; }), py::arg("fixed_us"), py::arg("row_us"))
+      .def(py::init([](double fixed_us, double row_us) { return KernelTime{fixed_us, row_us}; }), py::arg("fixed_us"),
+           py::arg("row_us"))
       .def_readwrite("fixed_us", &KernelTime::fixed_us)
       .def_readwrite("row_us", &KernelTime::row_us);
   py::class_<OurCosts>(m, "OurCosts")
@@ -140,7 +141,8 @@ PYBIND11_MODULE(_model, m) {
       .def_readonly("bytes_landed", &Result::bytes_landed)
       .def_readonly("most_bytes_in", &Result::most_bytes_in)
       .def_readonly("host_us", &Result::host_us);
-  m.def("run_ours", &run_ours, py::arg("shape"), py::arg("fabric"), py::arg("costs"), py::arg("seed"), Unlocked(), "A dispatch, and its combine.");
+  m.def("run_ours", &run_ours, py::arg("shape"), py::arg("fabric"), py::arg("costs"), py::arg("seed"), Unlocked(),
+        "A dispatch, and its combine.");
   m.def("run_garden", &run_garden, py::arg("shape"), py::arg("fabric"), py::arg("costs"), py::arg("seed"), Unlocked());
   m.def("run_rows", &run_rows, py::arg("shape"), py::arg("fabric"), py::arg("costs"), py::arg("seed"), Unlocked());
   m.def("bytes_between_nodes", &bytes_between_nodes, py::arg("shape"), py::arg("seed"), Unlocked());
@@ -148,7 +150,8 @@ PYBIND11_MODULE(_model, m) {
   m.def("paged_writes_us", &paged_writes_us, py::arg("fabric"), py::arg("submit_us"), py::arg("bytes"), py::arg("pages"));
   m.def(
       "bare_writes",
-      [](const FabricCosts& fabric, std::uint32_t ranks, const std::vector<std::tuple<double, std::uint32_t, std::uint32_t, std::uint32_t, std::uint64_t>>& writes) {
+      [](const FabricCosts& fabric, std::uint32_t ranks, const std::vector<std::tuple<double, std::uint32_t, std::uint32_t,
+         std::uint32_t, std::uint64_t>>& writes) {
         std::vector<BareWrite> all;
         for (const auto& [at, source, target, nic, bytes] : writes) {
           if (source >= ranks || target >= ranks || nic >= fabric.nics) throw py::value_error("there is no such rank or NIC");
@@ -158,7 +161,8 @@ PYBIND11_MODULE(_model, m) {
         for (const Times& t : bare_writes(fabric, ranks, all)) times.emplace_back(t.landed, t.acknowledged);
         return times;
       },
-      py::arg("fabric"), py::arg("ranks"), py::arg("writes"), "Writes of (at, source, target, nic, bytes): when each landed and was acknowledged.");
+      py::arg("fabric"), py::arg("ranks"), py::arg("writes"),
+      "Writes of (at, source, target, nic, bytes): when each landed and was acknowledged.");
 }
 
 }  // namespace pplx::model

@@ -25,7 +25,8 @@ struct Garden::World final : Ranks {
     double free = 0;
   };
 
-  World(const Shape& s, const Routing& r, const FabricCosts& f, const GardenCosts& c) : shape(s), routing(r), costs(c), simulation(f, s.ranks) {
+  World(const Shape& s, const Routing& r, const FabricCosts& f, const GardenCosts& c)
+      : shape(s), routing(r), costs(c), simulation(f, s.ranks) {
     for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) ranks.emplace_back(Writer(simulation, rank));
   }
 
@@ -38,7 +39,8 @@ struct Garden::World final : Ranks {
     std::vector<std::uint32_t> peers;
     const std::uint32_t nodes = shape.ranks / shape.node_size;
     for (std::uint32_t i = 1; i < nodes; ++i)
-      for (std::uint32_t j = 0; j < shape.node_size; ++j) peers.push_back((rank / shape.node_size + i) % nodes * shape.node_size + j);
+      for (std::uint32_t j = 0; j < shape.node_size; ++j)
+        peers.push_back((rank / shape.node_size + i) % nodes * shape.node_size + j);
     return peers;
   }
   std::vector<std::uint32_t> others(std::uint32_t rank) const {
@@ -95,7 +97,8 @@ struct Garden::World final : Ranks {
       if (kind == kCombine) {
         here.routed = begin;
         here.expected = static_cast<std::uint32_t>(peers.size()) * simulation.costs().nics;
-        submit(rank, at, by_bytes(rank, peers, kCombine, [&](std::uint32_t peer) { return routing.copies_to(peer, rank) * combine_row(); }));
+        submit(rank, at, by_bytes(rank, peers, kCombine,
+                                  [&](std::uint32_t peer) { return routing.copies_to(peer, rank) * combine_row(); }));
         continue;
       }
       for (const std::uint32_t peer : peers) here.expected += 1 + (overflow(peer, rank) > 0 ? simulation.costs().nics : 0);
@@ -136,7 +139,8 @@ struct Garden::World final : Ranks {
     for (const std::uint32_t peer : remote(rank))
       if (overflow(rank, peer) > 0) peers.push_back(peer);
     if (!peers.empty())
-      submit(rank, ranks[rank].routed, by_bytes(rank, peers, kDispatch, [&](std::uint32_t peer) { return overflow(rank, peer) * dispatch_row(); }));
+      submit(rank, ranks[rank].routed,
+             by_bytes(rank, peers, kDispatch, [&](std::uint32_t peer) { return overflow(rank, peer) * dispatch_row(); }));
   }
 
   Result run(Kind which) {

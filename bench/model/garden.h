@@ -4,8 +4,8 @@
 //             are here, the rest, split by bytes over the NICs; then a barrier of immediates
 //   combine:  one range to every remote rank, split by bytes over the NICs; then a barrier
 //
-// A token travels once per expert that wants it. Taken from its sources: the order of peers, the halves in which NICs take them, a first
-// write on every NIC at once and then up to 32 a round, and what each step waits for.
+// A token travels once per expert that wants it. Taken from its sources: the order of peers, the halves in which NICs take them, a
+// first write on every NIC at once and then up to 32 a round, and what each step waits for.
 #pragma once
 
 #include <memory>

@@ -133,7 +133,8 @@ struct Ours::World final : Ranks {
     std::uint32_t remote = 0;
   };
 
-  World(const Shape& s, const Routing& r, const FabricCosts& f, const OurCosts& c) : shape(s), routing(r), costs(c), simulation(f, s.ranks) {
+  World(const Shape& s, const Routing& r, const FabricCosts& f, const OurCosts& c)
+      : shape(s), routing(r), costs(c), simulation(f, s.ranks) {
     for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) {
       ranks.push_back(std::make_unique<Rank>(*this, rank));
       Rank& here = *ranks.back();
@@ -251,7 +252,9 @@ struct Ours::World final : Ranks {
     wake_for(here, now);
   }
   // An idle thread that polls is on average half a round away from looking.
-  void wake_for(const Rank& here, double at) { simulation.wake(std::max(at + round_us(here) / 2, here.fabric.clock), here.config.rank); }
+  void wake_for(const Rank& here, double at) {
+    simulation.wake(std::max(at + round_us(here) / 2, here.fabric.clock), here.config.rank);
+  }
   double scan_us(const Rank& here) const { return costs.word_us * kOps * here.remote; }
   double round_us(const Rank& here) const { return scan_us(here) + simulation.costs().poll_us * simulation.costs().nics; }
 
@@ -262,7 +265,8 @@ struct Ours::World final : Ranks {
     for (; here.announced < here.mail.size() && here.mail[here.announced].at <= now; ++here.announced) {
       const Mail& mail = here.mail[here.announced];
       std::uint64_t last = 0;   // as a block that is never written again
-      announce<HostAtomics>(mailbox_entry(here.heap, here.config, here.pages.data(), kStep, op, mail.peer), 1, {kStep, mail.rows, false, mail.parts}, last);
+      announce<HostAtomics>(mailbox_entry(here.heap, here.config, here.pages.data(), kStep, op, mail.peer), 1,
+                            {kStep, mail.rows, false, mail.parts}, last);
     }
     here.fabric.clock = now + scan_us(here);
     here.fabric.seen.clear();
@@ -276,12 +280,14 @@ struct Ours::World final : Ranks {
       wake_for(here, here.mail[here.announced].at);
   }
 
-  // The kernel hears what the proxy has raised: a block's arrival word, if this immediate was its last shard's, or a count of parts.
+  // The kernel hears what the proxy has raised: a block's arrival word, if this immediate was its last shard's, or a count of
+  // parts.
   void raise(Rank& here, const Immediate& immediate, double at) {
     const std::uint32_t n = rows(immediate.op, immediate.source, here.config.rank);
     if (here.heap.in_parts) {
       const PartSizes sizes = part_sizes(here.config, immediate.op);
-      const std::uint64_t counted = *word(here, here.heap.count_at(here.config, here.heap.pieces, 0, immediate.op, immediate.source));
+      const std::uint64_t counted =
+          *word(here, here.heap.count_at(here.config, here.heap.pieces, 0, immediate.op, immediate.source));
       const std::uint32_t there = pieces_in(counted, 1, kStep), all = sizes.count(n);
       for (std::uint32_t& known = here.parts[immediate.source]; known < there; ++known) {
         const std::uint32_t end = known + 1 == all ? n : sizes.begin(known + 1);

@@ -1,4 +1,5 @@
-// This library on the modelled fabric: every rank's production Proxy, fed by a model of its kernels. Or kernels that post themselves.
+// This library on the modelled fabric: every rank's production Proxy, fed by a model of its kernels. Or kernels that post
+// themselves.
 #pragma once
 
 #include <memory>

@@ -124,57 +124,41 @@ def by_gpus(points: list[Beside]) -> Iterator[str]:
     yield from table(head, rows)
 
 
-def markdown(
-    *,
-    head: dict[str, str],
-    kernels: Kernels,
-    microbenchmarks: list[Held],
-    reference: list[Held],
-    decode: list[Held],
-    beyond: list[Held],
-    posted: list[Held],
-    prefill: list[Held],
-    predicted: Ours,
-    replayed: Ours,
-    sensitivity: dict[str, list[Sensitivity]],
-    gpus: list[Beside],
-) -> str:
-    lines = ["# Predicted", ""]
-    lines += [
-        "Every figure here is predicted by a model (`bench/model`), none is measured on the fabric it names. The model is a",
-        "discrete-event simulation of hosts' proxies and NICs; this library's side of it is the production Proxy with the",
-        "production block sizes and plan, on a virtual clock. Microseconds, unless a unit stands beside the figure.",
+def comparison(of: dict[str, list[Held]]) -> list[str]:
+    lines = [
+        "## What the model is held against",
         "",
-    ]
-    lines += [f"- {name}: {text}" for name, text in head.items()]
-    lines += ["", "## What the model is held against", ""]
-    lines += [
         "The costs come from microbenchmarks alone (below): one set per fabric, nothing tuned to the points that follow. With them",
         "the model replays pplx-garden's protocol: its route exchange, its private-buffer writes and overflow, its halves of peers",
         "by NIC, its barriers. Its kernels enter with three published times: 15 us from launch to first transfer (the paper),",
         "receive kernels of 18.0 and 13.7 us (an EP16 run on p5en by another team). 128 tokens a rank, median rank.",
         "",
     ]
-    lines += held(reference)
+    lines += held(of["reference"])
     lines += [f"Point by point ({sources(published.DECODE)}):", ""]
-    lines += held(decode)
+    lines += held(of["decode"])
     lines += [f"Beyond the paper ({sources(published.BEYOND)}). p6's costs are p5en's, scaled:", ""]
-    lines += held(beyond)
+    lines += held(of["beyond"])
     lines += [
         f"GPUs that post themselves ({sources(published.BY_DEEPEP)}): DeepEP's low-latency",
         "mode in the same model, a put for each row of each expert, NVLink inside a node. Its kernels enter as they were measured",
         "over NVLink, and the NIC is the ConnectX of the table above: nothing is tuned to these points.",
         "",
     ]
-    lines += held(posted)
-    if prefill:
+    lines += held(of["posted"])
+    if of["prefill"]:
         lines += [
             f"4096 tokens ({sources(published.PREFILL)}). Kernel times at this size were not published, so the small ones stand:",
             "",
         ]
-        lines += held(prefill)
-    lines += ["## This library, predicted", ""]
-    lines += [
+        lines += held(of["prefill"])
+    return lines
+
+
+def prediction(kernels: Kernels, predicted: Ours, replayed: Ours, gpus: list[Beside]) -> list[str]:
+    lines = [
+        "## This library, predicted",
+        "",
         f"Kernels `{kernels.name}`: {kernels.source}. As a line: dispatch {kernels.dispatch_fixed_us:.1f} us + "
         f"{kernels.dispatch_row_us * 1000:.1f} ns a row, combine {kernels.combine_fixed_us:.1f} us + "
         f"{kernels.combine_row_us * 1000:.1f} ns a row; half before the network, half behind it.",
@@ -204,13 +188,11 @@ def markdown(
             "times the model explains (above). pplx-kernels' it does not: they fall as ranks are added, though bytes grow.",
             "",
         ]
-    for of, cases in sensitivity.items():
-        lines += [f"What the parameters do ({of}, dispatch + combine, predicted):", ""]
-        lines += table(
-            ("if", "ours", "pplx-garden's protocol"),
-            ((s.what, f"{s.ours_us:.0f}", f"{s.garden_us:.0f}" if s.garden_us is not None else "") for s in cases),
-        )
-    lines += ["## Costs", ""]
+    return lines
+
+
+def costs(microbenchmarks: list[Held]) -> list[str]:
+    lines = ["## Costs", ""]
     for fabric in FABRICS.values():
         lines += parameters(f"{fabric.name}: {fabric.what}", fabric.parameters)
     lines += parameters("this library's hosts", OUR_HOST)
@@ -219,8 +201,35 @@ def markdown(
     lines += parameters("pplx-garden's hosts and kernels", GARDEN_HOST)
     lines += ["The microbenchmarks themselves, in the model (ConnectX posts pages in chains of four, which is not modelled):", ""]
     lines += held(microbenchmarks)
-    lines += ["## Not modelled", ""]
-    lines += [f"- {what}" for what in NOT_MODELLED]
+    return lines
+
+
+def markdown(
+    *,
+    head: dict[str, str],
+    kernels: Kernels,
+    held_against: dict[str, list[Held]],
+    predicted: Ours,
+    replayed: Ours,
+    sensitivity: dict[str, list[Sensitivity]],
+    gpus: list[Beside],
+) -> str:
+    lines = ["# Predicted", ""]
+    lines += [
+        "Every figure here is predicted by a model (`bench/model`), none is measured on the fabric it names. The model is a",
+        "discrete-event simulation of hosts' proxies and NICs; this library's side of it is the production Proxy with the",
+        "production block sizes and plan, on a virtual clock. Microseconds, unless a unit stands beside the figure.",
+        "",
+    ]
+    lines += [f"- {name}: {text}" for name, text in head.items()]
+    lines += ["", *comparison(held_against), *prediction(kernels, predicted, replayed, gpus)]
+    for of, cases in sensitivity.items():
+        lines += [f"What the parameters do ({of}, dispatch + combine, predicted):", ""]
+        lines += table(
+            ("if", "ours", "pplx-garden's protocol"),
+            ((s.what, f"{s.ours_us:.0f}", f"{s.garden_us:.0f}" if s.garden_us is not None else "") for s in cases),
+        )
+    lines += [*costs(held_against["microbenchmarks"]), "## Not modelled", "", *(f"- {what}" for what in NOT_MODELLED)]
     return "\n".join(lines)
 
 

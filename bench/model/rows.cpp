@@ -21,7 +21,9 @@ struct Rows::World final : Ranks {
       : shape(s), routing(r), costs(c), simulation(f, s.ranks), ranks(s.ranks), random(seed) {}
 
   // FP8 with a float scale per 128 and 16 bytes of header; bfloat16 back.
-  std::uint64_t row_bytes(bool dispatch) const { return dispatch ? shape.hidden + shape.hidden / 128 * 4 + 16 : std::uint64_t{shape.hidden} * 2; }
+  std::uint64_t row_bytes(bool dispatch) const {
+    return dispatch ? shape.hidden + shape.hidden / 128 * 4 + 16 : std::uint64_t{shape.hidden} * 2;
+  }
   std::uint32_t rows(bool dispatch, std::uint32_t from, std::uint32_t to) const {
     return dispatch ? routing.copies_to(from, to) : routing.copies_to(to, from);
   }
@@ -31,7 +33,8 @@ struct Rows::World final : Ranks {
   std::vector<std::uint32_t> order(bool dispatch, std::uint32_t from) {
     std::vector<std::uint32_t> targets;
     for (std::uint32_t to = 0; to < shape.ranks; ++to) targets.insert(targets.end(), rows(dispatch, from, to), to);
-    for (std::size_t left = targets.size(); left > 1; --left) std::swap(targets[left - 1], targets[random() % left]);   // not std::shuffle: those differ
+    // Not std::shuffle: those differ
+    for (std::size_t left = targets.size(); left > 1; --left) std::swap(targets[left - 1], targets[random() % left]);
     return targets;
   }
 

@@ -1,10 +1,11 @@
-// DeepEP's low-latency protocol on the modelled fabric: its published times test what the model assumes of GPUs that post. Per step:
+// DeepEP's low-latency protocol on the modelled fabric: its published times test what the model assumes of GPUs that post. Per
+// step:
 //
 //   dispatch: a row of a token to the rank of each of its experts, one put for each; then a count for each expert, behind its rows
 //   combine:  a row back for each row that came, and a flag for each expert
 //
-// Within a node rows go by NVLink. Kernels post all the while that they send; a rank is done when all rows and counts are there. Rows of a
-// rank leave in a random order, as tokens choose.
+// Within a node rows go by NVLink. Kernels post all the while that they send; a rank is done when all rows and counts are there.
+// Rows of a rank leave in a random order, as tokens choose.
 #pragma once
 
 #include <memory>

@@ -7,7 +7,8 @@
 namespace pplx {
 
 std::chrono::nanoseconds run_bare_writes(Fabric& fabric, const LocalRegion& source, const std::vector<BareWrite>& writes,
-                                         std::size_t expected_arrivals, std::size_t& early_arrivals, std::chrono::nanoseconds timeout) {
+                                         std::size_t expected_arrivals, std::size_t& early_arrivals,
+                                         std::chrono::nanoseconds timeout) {
   using Clock = std::chrono::steady_clock;
   constexpr int kCapacity = 64;
   const Clock::time_point start = Clock::now();
@@ -32,13 +33,16 @@ std::chrono::nanoseconds run_bare_writes(Fabric& fabric, const LocalRegion& sour
     }
     const int count = fabric.poll(completions, kCapacity);
     for (int i = 0; i < count; ++i) {
-      if (completions[i].kind == Completion::Kind::Failed) throw FabricError("bare writes: " + fabric.describe_error(completions[i]));
+      if (completions[i].kind == Completion::Kind::Failed)
+        throw FabricError("bare writes: " + fabric.describe_error(completions[i]));
       (completions[i].kind == Completion::Kind::Sent ? sent : arrived) += 1;
     }
     if (count > 0) continue;
     if (Clock::now() - start > timeout) {
-      throw FabricError("bare writes: after " + std::to_string(std::chrono::duration_cast<std::chrono::milliseconds>(timeout).count()) + " ms posted " +
-                        std::to_string(posted) + ", sent " + std::to_string(sent) + " of " + std::to_string(writes.size()) + ", arrived " +
+      throw FabricError("bare writes: after " +
+                        std::to_string(std::chrono::duration_cast<std::chrono::milliseconds>(timeout).count()) + " ms posted " +
+                        std::to_string(posted) + ", sent " + std::to_string(sent) + " of " + std::to_string(writes.size()) +
+                        ", arrived " +
                         std::to_string(arrived) + " of " + std::to_string(expected_arrivals) + " [" + fabric.name() + "]");
     }
     sched_yield();

@@ -117,9 +117,10 @@ void bind_proxy_cost(py::module_& m) {
          std::uint32_t objects, std::uint32_t proxies, int operations, bool threads, int cpu) {
         return proxy_cost({peers, endpoints, rows, shard_bytes, in_flight, objects, proxies}, operations, threads, cpu);
       },
-      py::kw_only(), py::arg("peers"), py::arg("endpoints"), py::arg("rows"), py::arg("shard_bytes"), py::arg("in_flight") = 1, py::arg("objects") = 1,
-      py::arg("proxies") = 1, py::arg("operations"), py::arg("threads"), py::arg("cpu") = -1,
-      "Nanoseconds from the first mailbox word to the first and the last post of each operation; `idle`: of a step that finds nothing.");
+      py::kw_only(), py::arg("peers"), py::arg("endpoints"), py::arg("rows"), py::arg("shard_bytes"), py::arg("in_flight") = 1,
+      py::arg("objects") = 1, py::arg("proxies") = 1, py::arg("operations"), py::arg("threads"), py::arg("cpu") = -1,
+      "Nanoseconds from the first mailbox word to the first and the last post of each operation; `idle`: of a step that finds "
+      "nothing.");
 }
 
 }  // namespace pplx

@@ -20,8 +20,8 @@ class SpinBarrier {
 
   void arrive() { store_release(line(rank_), ++turn_); }
 
-  // False: some process did not come within that time; call again. With `patient` it soon sleeps between looks, so that processes still at work
-  // get the core. Without, it returns at once when the last one comes.
+  // False: some process did not come within that time; call again. With `patient` it soon sleeps between looks, so that processes
+  // still at work get the core. Without, it returns at once when the last one comes.
   bool wait(double seconds, bool patient) {
     const py::gil_scoped_release unlocked;
     const auto begun = std::chrono::steady_clock::now();
@@ -54,7 +54,8 @@ void bind_spin_barrier(py::module_& m) {
   py::class_<SpinBarrier>(m, "SpinBarrier", "A barrier of processes over 64 bytes each of memory that all of them map.")
       .def(py::init<std::uintptr_t, std::uint32_t, std::uint32_t>(), py::arg("memory"), py::arg("rank"), py::arg("world_size"))
       .def("arrive", &SpinBarrier::arrive)
-      .def("wait", &SpinBarrier::wait, py::arg("seconds"), py::arg("patient"), "False: some process did not arrive in that time; call wait again.");
+      .def("wait", &SpinBarrier::wait, py::arg("seconds"), py::arg("patient"),
+           "False: some process did not arrive in that time; call wait again.");
 }
 
 }  // namespace pplx

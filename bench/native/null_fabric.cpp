@@ -4,7 +4,8 @@
 
 namespace pplx {
 
-NullFabric::NullFabric(int endpoints, std::size_t capacity, std::uint64_t writes) : endpoints_(endpoints), writes_(writes), ring_(2 * capacity) {}
+NullFabric::NullFabric(int endpoints, std::size_t capacity, std::uint64_t writes)
+    : endpoints_(endpoints), writes_(writes), ring_(2 * capacity) {}
 
 std::string NullFabric::endpoint_name(int endpoint) const { return "null" + std::to_string(endpoint); }
 

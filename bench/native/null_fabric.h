@@ -1,5 +1,5 @@
-// A network that costs nothing: every write is accepted at once and carries no bytes, and every peer answers it as if its own block of
-// the same step had arrived. The remaining cost is the proxy's own.
+// A network that costs nothing: every write is accepted at once and carries no bytes, and every peer answers it as if its own block
+// of the same step had arrived. The remaining cost is the proxy's own.
 #pragma once
 
 #include <atomic>
@@ -14,8 +14,8 @@ class NullFabric final : public Fabric {
  public:
   using Clock = std::chrono::steady_clock;
 
-  // `capacity`: writes that are accepted before their completions are polled; beyond that, Again. `writes`: the number in one operation; the
-  // times of its first and last one are noted.
+  // `capacity`: writes that are accepted before their completions are polled; beyond that, Again. `writes`: the number in one
+  // operation; the times of its first and last one are noted.
   NullFabric(int endpoints, std::size_t capacity, std::uint64_t writes);
 
   std::string name() const override { return "null"; }

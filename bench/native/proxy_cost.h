@@ -1,5 +1,5 @@
-// The proxy's cost between a device's mailbox words and the network: one AllToAll over null fabrics, one for each of its proxies. The
-// caller plays the device.
+// The proxy's cost between a device's mailbox words and the network: one AllToAll over null fabrics, one for each of its proxies.
+// The caller plays the device.
 #pragma once
 
 #include <memory>

@@ -149,6 +149,15 @@ def seconds(name: str, value: Any) -> float:
     return float(value)
 
 
+def device_of(given: str | torch.device | None) -> torch.device:
+    """Returns where an AllToAll's tensors are: for None a GPU where torch sees one, and never the CPU in its place."""
+    where = torch.device(("cuda" if torch.cuda.is_available() else "cpu") if given is None else given)
+    if where.type not in ("cpu", "cuda"):
+        raise Error(f"device={str(given)!r} must be 'cpu' or 'cuda'")
+    # "cpu:0" has an index, which is no GPU's.
+    return torch.device("cuda", device_index(where)) if where.type == "cuda" else torch.device("cpu")
+
+
 @dataclass(frozen=True)
 class Arguments:
     """See AllToAll."""
@@ -186,7 +195,7 @@ class Arguments:
         try:
             settings = read(Settings)
             names = settings.nics if self.nics is None else named_nics(self.nics)
-            where = self._device()
+            where = device_of(self.device)
             self._check_the_rest(world_size, where)
             config = make_config(
                 world_size, rank, num_experts=self.num_experts, top_k=self.top_k, hidden=self.hidden,
@@ -206,15 +215,6 @@ class Arguments:
             num_sms=self.num_sms or 0, hooks=self.hooks, placement=self.placement or settings.placement, settings=settings,
             symmetric_memory=self.symmetric_memory,
         )  # fmt: skip
-
-    def _device(self) -> torch.device:
-        where = torch.device("cpu" if self.device is None else self.device)
-        if where.type not in ("cpu", "cuda"):
-            raise Error(f"device={str(self.device)!r} must be 'cpu' or 'cuda'")
-        if where.type == "cuda":
-            where = torch.device("cuda", device_index(where))
-            return where
-        return torch.device("cpu")  # "cpu:0" has an index, which is no GPU's
 
     def _check_the_rest(self, world_size: int, where: torch.device) -> None:
         if self.transport not in ("auto", "mapped", "proxy", "nvshmem"):

@@ -26,7 +26,8 @@ struct counts {
   _Atomic uint64_t of[COUNTERS];
 };
 
-/* Makes the page, with room for that many NICs; null where it cannot, and then nothing is counted. What it gives is for the two below. */
+/* Makes the page, with room for that many NICs; null where it cannot, and then nothing is counted. What it gives is for the two
+   below. */
 struct counts* counters_open(const char* name, int nics);
 void counters_name(struct counts* first, int nic, const char* name, const uint8_t* gid);
 struct counts* counters_at(struct counts* first, int nic);

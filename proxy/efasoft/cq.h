@@ -23,7 +23,8 @@ struct cq* cq_create(struct ibv_context* context, const struct ibv_cq_init_attr_
 int cq_destroy(struct cq* cq);
 
 enum pushed { PUSHED, PUSH_BUSY, PUSH_LOST };
-/* Busy: someone else writes and may have been stopped there, so come back. Lost: the ring is full, or its owner has destroyed it. */
+/* Busy: someone else writes and may have been stopped there, so come back. Lost: the ring is full, or its owner has destroyed
+   it. */
 enum pushed cq_push(struct cq_file* file, const struct completion* completion, bool overrun);
 
 /* After this no completion of the queue pair is polled any more. */

@@ -78,8 +78,8 @@ bool faults_read(const char* text) {
   }
   free(copy);
   if (!right) {
-    say("EFA_SOFT_FAIL=%s: give faults with `;` between them: error=CODE (1 to 15), port-down, silent, rnr, full or cq-overrun, each with "
-        "any of ,nic=N ,after=K ,count=C ,every=K",
+    say("EFA_SOFT_FAIL=%s: give faults with `;` between them: error=CODE (1 to 15), port-down, silent, rnr, full or cq-overrun, "
+        "each with any of ,nic=N ,after=K ,count=C ,every=K",
         text);
   }
   return right;

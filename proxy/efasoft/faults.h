@@ -1,4 +1,5 @@
-/* Faults that EFA_SOFT_FAIL asks for. Each is counted in this process: after=K skips K times, count=C ends after C, every=K is each Kth. */
+/* Faults that EFA_SOFT_FAIL asks for. Each is counted in this process: after=K skips K times, count=C ends after C, every=K is each
+   Kth. */
 #pragma once
 #include "abi.h"
 #include <stdbool.h>

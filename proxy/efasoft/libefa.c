@@ -35,8 +35,8 @@ struct ibv_cq_ex* efadv_create_cq(struct ibv_context* context, struct ibv_cq_ini
 }
 struct efadv_cq* efadv_cq_from_ibv_cq_ex(struct ibv_cq_ex* cq) { return efasoft_dv_cq(cq); }
 
-struct ibv_qp* efadv_create_qp_ex(struct ibv_context* context, struct ibv_qp_init_attr_ex* attributes, struct efadv_qp_init_attr* own,
-                                  uint32_t room) {
+struct ibv_qp* efadv_create_qp_ex(struct ibv_context* context, struct ibv_qp_init_attr_ex* attributes,
+                                  struct efadv_qp_init_attr* own, uint32_t room) {
   struct efadv_qp_init_attr given = {0};
   if (own) memcpy(&given, own, room < sizeof given ? room : sizeof given);
   if (given.driver_qp_type != 0 || (given.flags & ~EFADV_QP_UNSOLICITED_WRITE_RECV)) {

@@ -145,7 +145,9 @@ int ibv_destroy_ah(struct ibv_ah* ah) { return address_destroy(ah); }
 /* ---- queues ---- */
 
 int ibv_destroy_cq(struct ibv_cq* cq) { return cq_destroy((struct cq*)cq); }
-int ibv_modify_qp(struct ibv_qp* qp, struct ibv_qp_attr* attributes, int mask) { return qp_modify((struct qp*)qp, attributes, mask); }
+int ibv_modify_qp(struct ibv_qp* qp, struct ibv_qp_attr* attributes, int mask) {
+  return qp_modify((struct qp*)qp, attributes, mask);
+}
 int ibv_destroy_qp(struct ibv_qp* qp) { return qp_destroy((struct qp*)qp); }
 struct ibv_qp_ex* ibv_qp_to_qp_ex(struct ibv_qp* qp) { return &((struct qp*)qp)->ex; }
 /* None of it: SRD promises no order of bytes. */

@@ -62,7 +62,8 @@ struct ibv_mr* memory_register(struct ibv_pd* pd, void* memory, size_t length, u
     errno = ENOMEM;
     return NULL;
   }
-  *mr = (struct ibv_mr){.context = pd->context, .pd = pd, .addr = memory, .length = length, .handle = key, .lkey = key, .rkey = key};
+  *mr = (struct ibv_mr){.context = pd->context, .pd = pd, .addr = memory, .length = length, .handle = key, .lkey = key,
+                         .rkey = key};
   note(1, "region %#x: %p + %zu, access %#x", key, memory, length, access);
   return mr;
 }
@@ -97,7 +98,8 @@ static bool covers(struct region* region, uint64_t address, uint64_t length, uns
          length <= size && address - from <= size - length;
 }
 
-struct region* memory_acquire(struct process_file* process, uint32_t key, uint64_t address, uint64_t length, unsigned access, uint32_t pd) {
+struct region* memory_acquire(struct process_file* process, uint32_t key, uint64_t address, uint64_t length, unsigned access,
+                              uint32_t pd) {
   struct region* region = region_of(process, key);
   if (!key) return NULL;
   /* First in, then look: a deregistration takes the key first, and then waits until nobody is in. */

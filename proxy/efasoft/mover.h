@@ -10,5 +10,6 @@ bool mover_can_vm(const struct process_file* process);
 /* The parts of the local buffers that hold `bytes` from `offset` on; how many there are. */
 struct iovec;
 int mover_local(const struct request* request, uint64_t offset, uint64_t bytes, struct iovec* to);
-/* Between the request's local buffers and `address` of the target, `bytes` in pieces of the MTU, in an order that the request drew. */
+/* Between the request's local buffers and `address` of the target, `bytes` in pieces of the MTU, in an order that the request
+   drew. */
 enum moved mover_move(struct request* request, struct peer* peer, uint64_t address, uint32_t key, uint64_t bytes);

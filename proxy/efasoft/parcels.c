@@ -98,15 +98,16 @@ void parcels_forget(struct request* request) {
     struct parcel* parcel = request->parcel[i];
     uint32_t sent = PARCEL_SENT;
     /* One that is on its way is freed by who unpacks it. */
-    if (parcel && !atomic_compare_exchange_strong(&parcel->state, &sent, PARCEL_ABANDONED)) atomic_store(&parcel->state, PARCEL_FREE);
+    if (parcel && !atomic_compare_exchange_strong(&parcel->state, &sent, PARCEL_ABANDONED))
+      atomic_store(&parcel->state, PARCEL_FREE);
     request->parcel[i] = NULL;
   }
 }
 
 /* ---- the target ---- */
 
-/* These bytes are moved by a NIC, as process_vm_writev would do it: what orders them with the program's own reads and writes is what
- * other processes say, and a ThreadSanitizer sees only one. */
+/* These bytes are moved by a NIC, as process_vm_writev would do it: what orders them with the program's own reads and writes is
+ * what other processes say, and a ThreadSanitizer sees only one. */
 #ifdef __SANITIZE_THREAD__
 void AnnotateIgnoreReadsBegin(const char*, int);
 void AnnotateIgnoreReadsEnd(const char*, int);

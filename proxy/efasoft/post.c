@@ -1,5 +1,6 @@
 /* Posting: a session from wr_start to wr_complete stages work requests, and the doorbell at its end hands them to the engine.
- * wr_start takes no lock but the session's own: callers leave a session open over several calls, and the device goes on meanwhile. */
+ * wr_start takes no lock but the session's own: callers leave a session open over several calls, and the device goes on
+ * meanwhile. */
 #include "clock.h"
 #include "engine.h"
 #include "faults.h"
@@ -152,7 +153,8 @@ static void ring_doorbell(struct qp* qp) {
 static int wr_complete(struct ibv_qp_ex* ex) {
   struct qp* qp = of(ex);
   int error = qp->session_error;
-  /* Of more than one, the caller has been told by its provider that the first were accepted: a queue with room for them takes them all. */
+  /* Of more than one, the caller has been told by its provider that the first were accepted: a queue with room for them takes them
+     all. */
   if (!error && qp->stages == 1 && fault_full(qp->nic->index)) error = ENOMEM;
   if (error == ENOMEM) count(qp->nic->counts, COUNT_REFUSED_POSTS, 1);
   if (!error && qp->stages) ring_doorbell(qp);

@@ -148,7 +148,8 @@ struct qp* qp_create(struct ibv_context* context, struct ibv_qp_init_attr_ex* at
 
 /* ---- states ---- */
 
-/* All that is posted ends as flushed. Those for which the completion queue is busy stay, and the engine finds the queue pair broken. */
+/* All that is posted ends as flushed. Those for which the completion queue is busy stay, and the engine finds the queue pair
+   broken. */
 static void flush_sends(struct qp* qp) {
   pthread_mutex_lock(&qp->lock);
   uint32_t waits = atomic_load(&qp->waits);

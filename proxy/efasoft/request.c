@@ -88,7 +88,8 @@ static enum step start(struct qp* qp, struct request* request, uint64_t now) {
 /* ---- at the target ---- */
 
 static bool is_silent(struct qp* qp) {
-  return atomic_load(&qp->nic->control->port_down) || atomic_load(&qp->nic->control->silent) || atomic_load(&qp->self->file->silent);
+  return atomic_load(&qp->nic->control->port_down) || atomic_load(&qp->nic->control->silent) ||
+         atomic_load(&qp->self->file->silent);
 }
 
 static enum step unanswered(struct request* request, const struct peer* peer, uint64_t now) {

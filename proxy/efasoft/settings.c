@@ -43,7 +43,8 @@ static enum mover mover(void) {
 static const char* folder_of(const char* name, const char* what) {
   const char* text = text_of(name);
   if (!text) {
-    say("%s is not set, so there are no EFA devices; it names %s. `python -m pplx_comm efa-soft -- COMMAND` sets it up", name, what);
+    say("%s is not set, so there are no EFA devices; it names %s. `python -m pplx_comm efa-soft -- COMMAND` sets it up",
+        name, what);
     current.usable = false;
   }
   return text;
@@ -51,7 +52,7 @@ static const char* folder_of(const char* name, const char* what) {
 
 static void read_settings(void) {
   current.usable = true;
-  current.log = text_of("EFA_SOFT_LOG");
+  log_to(text_of("EFA_SOFT_LOG"));
   log_verbosity((int)number("EFA_SOFT_VERBOSE", 0, 0, 9));
   current.sysfs = folder_of("SYSFS_PATH", "a folder with class/infiniband/NIC/ports/1/gids/0 for every NIC");
   if (current.sysfs) current.folder = folder_of("EFA_SOFT_DIR", "a folder on tmpfs that all processes of one fabric share");

@@ -7,7 +7,7 @@ enum mover { MOVER_AUTO, MOVER_VM, MOVER_SHM };
 
 struct settings {
   bool usable; /* false: something is missing or wrong, it has been said, and there are no devices */
-  const char *sysfs, *folder, *log;
+  const char *sysfs, *folder;
   uint64_t seed;
   uint32_t window, mtu, sq_depth, rq_depth, cq_depth;
   bool unsolicited, rdma_write, rdma_read, reuse_keys;

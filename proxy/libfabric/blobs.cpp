@@ -59,8 +59,8 @@ class Reader {
     return data;
   }
   [[noreturn]] void fail() const {
-    throw FabricError("this is not " + std::string(what_) + " of this version of pplx_comm's libfabric back end (" + std::to_string(blob_.size()) +
-                      " bytes)");
+    throw FabricError("this is not " + std::string(what_) + " of this version of pplx_comm's libfabric back end (" +
+                      std::to_string(blob_.size()) + " bytes)");
   }
   const Blob& blob_;
   const char* what_;

@@ -34,7 +34,8 @@ void Completions::fail_write(int endpoint, std::uint64_t context, int error, std
 bool Completions::take(Endpoint& endpoint, int index, const fi_cq_data_entry& entry, Completion& out) {
   out = Completion{};
   out.endpoint = index;
-  // FI_WRITE tells the sides apart. FI_REMOTE_CQ_DATA does not (sockets sets it on both), nor FI_RMA (rxm of 1.17 sets it on neither).
+  // FI_WRITE tells the sides apart. FI_REMOTE_CQ_DATA does not (sockets sets it on both), nor FI_RMA (rxm of 1.17 sets it on
+  // neither).
   if ((entry.flags & FI_WRITE) != 0) {
     auto* operation = static_cast<Operation*>(entry.op_context);
     const bool forgotten = operation->forgotten;
@@ -69,7 +70,8 @@ int Completions::read_errors(Endpoint& endpoint, int index, Completion* out, int
     std::string text = std::string(provider_.library->strerror(error.entry.err)) + " (" + std::to_string(error.entry.err) + ")";
     if (words != nullptr && *words != '\0' && text.rfind(words, 0) != 0) text += std::string(", provider says '") + words + "'";
     text += " [" + endpoint.name + ", " + provider_.full_name() + "]";
-    if (error.entry.err == FI_EOVERRUN) throw FabricError("completion queue of " + endpoint.name + " overran, completions are lost: " + text);
+    if (error.entry.err == FI_EOVERRUN)
+      throw FabricError("completion queue of " + endpoint.name + " overran, completions are lost: " + text);
 
     Completion completion;
     completion.kind = Completion::Kind::Failed;
@@ -113,7 +115,8 @@ int Completions::failed_before(Completion* out, int capacity) {
 
 std::string Completions::text_of(const Completion& failed) const {
   for (auto error = errors_.rbegin(); error != errors_.rend(); ++error) {
-    if (error->endpoint == failed.endpoint && error->has_context == failed.has_context && (!failed.has_context || error->context == failed.context))
+    if (error->endpoint == failed.endpoint && error->has_context == failed.has_context &&
+        (!failed.has_context || error->context == failed.context))
       return error->text;
   }
   return {};

@@ -25,14 +25,16 @@ constexpr std::size_t kCompletionQueue = 16384;     // arrivals come unasked, fr
 void name_shm_endpoint(Endpoint& endpoint, const Provider& provider, int index) {
   endpoint.shm_name = new_shm_name(index);
   // smr_setname copies SMR_NAME_MAX bytes in no version, but wants the terminating zero.
-  provider.check(fi_setname(&endpoint.ep->fid, endpoint.shm_name.data(), endpoint.shm_name.size() + 1), "fi_setname", endpoint.shm_name);
+  provider.check(fi_setname(&endpoint.ep->fid, endpoint.shm_name.data(), endpoint.shm_name.size() + 1), "fi_setname",
+                 endpoint.shm_name);
 }
 
 }  // namespace
 
 void Provider::fail(const std::string& call, const std::string& object, std::int64_t result) const {
   const int error = static_cast<int>(result < 0 ? -result : result);
-  throw FabricError(call + " " + object + ": " + library->strerror(error) + " (" + std::to_string(error) + ") [" + full_name() + "]");
+  throw FabricError(call + " " + object + ": " + library->strerror(error) + " (" + std::to_string(error) + ") [" +
+                    full_name() + "]");
 }
 
 void open_endpoint(Endpoint& endpoint, const Provider& provider, int index, bool device_memory) {
@@ -83,8 +85,8 @@ void open_endpoint(Endpoint& endpoint, const Provider& provider, int index, bool
   provider.check(fi_enable(ep), "fi_enable", object);
   if (turn) turn->reserve(endpoint.shm_name);
   endpoint.most_under_way = std::min(kMostWritesUnderWay, std::max<std::size_t>(info->tx_attr->size, 1));
-  // Not on provider efa: up to 2.6 it queues a write to a peer whose handshake is not over, and posts it later with FI_MORE still set. If
-  // the batch's last write, which rings, went out before that, no doorbell rings for the queued ones, and they hang.
+  // Not on provider efa: up to 2.6 it queues a write to a peer whose handshake is not over, and posts it later with FI_MORE still
+  // set. If the batch's last write, which rings, went out before that, no doorbell rings for the queued ones, and they hang.
   endpoint.rings_doorbells = provider.name == "efa-direct" || provider.name.rfind("verbs", 0) == 0;
   if (provider.is_efa() && provider.library->version >= version(2, 6)) endpoint.write_flags |= kEfaHighRate;
 }
@@ -97,7 +99,8 @@ void post_receives(Endpoint& endpoint, const Provider& provider, Scratch& scratc
 
 void post_receive(Endpoint& endpoint, const Provider& provider, Scratch& scratch, void* context) {
   // No peer sends to it; efa-direct requires its registration all the same.
-  const ssize_t result = fi_recv(endpoint.ep.get(), scratch.bytes, sizeof(scratch.bytes), endpoint.scratch_descriptor, FI_ADDR_UNSPEC, context);
+  const ssize_t result = fi_recv(endpoint.ep.get(), scratch.bytes, sizeof(scratch.bytes), endpoint.scratch_descriptor,
+                                 FI_ADDR_UNSPEC, context);
   if (result != 0) provider.fail("fi_recv", endpoint.name, result);
 }
 

@@ -41,8 +41,8 @@ struct Peer {
 // peer that is gone (ENOTCONN, ECONNREFUSED, EIO, and ENOENT with sockets).
 bool is_a_mistake(int error) {
   switch (error) {
-    case FI_EINVAL: case FI_EMSGSIZE: case FI_ETOOSMALL: case FI_ENOSYS: case FI_EOPNOTSUPP: case FI_EBADFLAGS: case FI_EACCES: case FI_ENOKEY:
-    case FI_EKEYREJECTED: case FI_EOPBADSTATE: case FI_ENOMEM: case EFAULT: case EPERM:
+    case FI_EINVAL: case FI_EMSGSIZE: case FI_ETOOSMALL: case FI_ENOSYS: case FI_EOPNOTSUPP: case FI_EBADFLAGS: case FI_EACCES:
+    case FI_ENOKEY: case FI_EKEYREJECTED: case FI_EOPBADSTATE: case FI_ENOMEM: case EFAULT: case EPERM:
       return true;
     default:
       return false;
@@ -73,7 +73,8 @@ struct LibfabricFabric::State {
   LocalRegion scratch_region;
 
   ~State() {
-    // Endpoints first: registered memory must not go while one may still use it. MR_ENDPOINT registrations belong to theirs and go before.
+    // Endpoints first: registered memory must not go while one may still use it. MR_ENDPOINT registrations belong to theirs and go
+    // before.
     for (Endpoint& endpoint : endpoints) {
       if ((endpoint.info->domain_attr->mr_mode & FI_MR_ENDPOINT) == 0) endpoint.ep.reset();
     }
@@ -92,7 +93,8 @@ struct LibfabricFabric::State {
 
 const Peer& LibfabricFabric::State::peer_of(int peer, const char* what) const {
   if (peer < 0 || static_cast<std::size_t>(peer) >= peers.size() || !peers[static_cast<std::size_t>(peer)].alive)
-    throw FabricError(std::string(what) + ": there is no peer " + std::to_string(peer) + " (never inserted, or removed) [" + provider.full_name() + "]");
+    throw FabricError(std::string(what) + ": there is no peer " + std::to_string(peer) + " (never inserted, or removed) [" +
+                      provider.full_name() + "]");
   return peers[static_cast<std::size_t>(peer)];
 }
 
@@ -191,26 +193,29 @@ void LibfabricFabric::insert_peer(int peer, const Blob& blob) {
   fresh.address = libfabric::decode_address(blob);
   const Address& address = fresh.address;
   if (address.provider != state.provider.name)
-    throw FabricError("insert_peer: " + object + " uses provider " + address.provider + ", this process " + state.provider.full_name());
+    throw FabricError("insert_peer: " + object + " uses provider " + address.provider + ", this process " +
+                      state.provider.full_name());
   if (address.endpoints.empty() || address.scratch.keys.size() != address.endpoints.size())
     throw FabricError("insert_peer: the address of " + object + " is not complete");
   for (const Blob& endpoint : address.endpoints) {
     if (!state.is_endpoint_address(endpoint))
-      throw FabricError("insert_peer: an endpoint address of " + object + " has " + std::to_string(endpoint.size()) + " bytes, which is none of " +
-                        state.provider.full_name());
+      throw FabricError("insert_peer: an endpoint address of " + object + " has " + std::to_string(endpoint.size()) +
+                        " bytes, which is none of " + state.provider.full_name());
   }
   if (state.provider.name == "shm") {
-    if (address.host != libfabric::host_id()) throw FabricError("insert_peer: " + object + " is on another host, which shm does not reach");
+    if (address.host != libfabric::host_id())
+      throw FabricError("insert_peer: " + object + " is on another host, which shm does not reach");
     for (const std::string& file : address.shm_names) {
       if (access(("/dev/shm/" + file).c_str(), F_OK) != 0)
-        throw FabricError("insert_peer: /dev/shm/" + file + " of " + object + " is not visible here: it is gone, or in a container with its own /dev/shm");
+        throw FabricError("insert_peer: /dev/shm/" + file + " of " + object +
+                          " is not visible here: it is gone, or in a container with its own /dev/shm");
     }
   }
   if (static_cast<std::size_t>(peer) < state.peers.size() && state.peers[static_cast<std::size_t>(peer)].alive)
     throw FabricError("insert_peer: there is a " + object + " already");
 
-  // Our endpoint i writes to its endpoint i mod theirs. efa-direct drops a write whose initiator the target does not know, so every endpoint
-  // of the peer that will write to ours is inserted too.
+  // Our endpoint i writes to its endpoint i mod theirs. efa-direct drops a write whose initiator the target does not know, so every
+  // endpoint of the peer that will write to ours is inserted too.
   const std::size_t ours = state.endpoints.size(), theirs = address.endpoints.size();
   for (std::size_t mine = 0; mine < ours; ++mine) {
     const Endpoint& endpoint = state.endpoints[mine];
@@ -241,10 +246,12 @@ void LibfabricFabric::remove_peer(int peer) {
       operation.forgotten = true;
       --endpoint.under_way;
       state.completions.fail_write(static_cast<int>(index), operation.context, FI_ECONNABORTED,
-                       "write to peer " + std::to_string(peer) + ": the peer was removed [" + endpoint.name + ", " + state.provider.full_name() + "]");
+                       "write to peer " + std::to_string(peer) + ": the peer was removed [" + endpoint.name + ", " +
+                       state.provider.full_name() + "]");
     }
   }
-  if (state.provider.name == "shm") libfabric::cleanup_dead_peer(libfabric::encode(state.peers[static_cast<std::size_t>(peer)].address));
+  if (state.provider.name == "shm")
+    libfabric::cleanup_dead_peer(libfabric::encode(state.peers[static_cast<std::size_t>(peer)].address));
 }
 
 LocalRegion LibfabricFabric::register_memory(void* base, std::size_t bytes, std::size_t shared_bytes) {
@@ -260,7 +267,8 @@ LocalRegion LibfabricFabric::register_device_memory(const DeviceMemory& memory) 
 
 void LibfabricFabric::unregister_memory(const LocalRegion& region) {
   State& state = open();
-  if (region.id < 0 || static_cast<std::size_t>(region.id) >= state.regions.size() || !state.regions[static_cast<std::size_t>(region.id)].registered())
+  if (region.id < 0 || static_cast<std::size_t>(region.id) >= state.regions.size() ||
+      !state.regions[static_cast<std::size_t>(region.id)].registered())
     throw FabricError("unregister_memory: there is no region " + std::to_string(region.id));
   state.regions[static_cast<std::size_t>(region.id)].unregister();
 }
@@ -269,22 +277,25 @@ RemoteRegion LibfabricFabric::import_region(int peer, const Blob& description) c
   const Peer& owner = open().peer_of(peer, "import_region");
   const RegionDescription decoded = libfabric::decode_region(description);
   if (decoded.keys.size() != owner.address.endpoints.size())
-    throw FabricError("import_region: " + std::to_string(decoded.keys.size()) + " keys for " + std::to_string(owner.address.endpoints.size()) +
-                      " endpoints of peer " + std::to_string(peer));
+    throw FabricError("import_region: " + std::to_string(decoded.keys.size()) + " keys for " +
+                      std::to_string(owner.address.endpoints.size()) + " endpoints of peer " + std::to_string(peer));
   return to_remote(decoded);
 }
 
 // Throws where the caller is wrong: not all providers notice.
-void LibfabricFabric::State::check(const Write& write, const Endpoint& endpoint, const LocalRegion& source, const RemoteRegion& target) const {
-  if (write.bytes != 0 && (write.source == nullptr || write.target == nullptr)) throw FabricError("write: bytes without a source or a target");
+void LibfabricFabric::State::check(const Write& write, const Endpoint& endpoint, const LocalRegion& source,
+                                   const RemoteRegion& target) const {
+  if (write.bytes != 0 && (write.source == nullptr || write.target == nullptr))
+    throw FabricError("write: bytes without a source or a target");
   if (write.bytes > endpoint.info->ep_attr->max_msg_size)
-    throw FabricError("write to peer " + std::to_string(write.peer) + ": " + std::to_string(write.bytes) + " bytes, but the most in one write is " +
-                      std::to_string(endpoint.info->ep_attr->max_msg_size) + " [" + endpoint.name + ", " + provider.full_name() + "]");
-  if (write.source_offset > source.bytes || write.bytes > source.bytes - write.source_offset || write.target_offset > target.bytes ||
-      write.bytes > target.bytes - write.target_offset)
+    throw FabricError("write to peer " + std::to_string(write.peer) + ": " + std::to_string(write.bytes) +
+                      " bytes, but the most in one write is " + std::to_string(endpoint.info->ep_attr->max_msg_size) + " [" +
+                      endpoint.name + ", " + provider.full_name() + "]");
+  if (write.source_offset > source.bytes || write.bytes > source.bytes - write.source_offset ||
+      write.target_offset > target.bytes || write.bytes > target.bytes - write.target_offset)
     throw FabricError("write to peer " + std::to_string(write.peer) + ": " + std::to_string(write.bytes) + " bytes from " +
-                      std::to_string(write.source_offset) + " of " + std::to_string(source.bytes) + " to " + std::to_string(write.target_offset) + " of " +
-                      std::to_string(target.bytes) + " are outside the region");
+                      std::to_string(write.source_offset) + " of " + std::to_string(source.bytes) + " to " +
+                      std::to_string(write.target_offset) + " of " + std::to_string(target.bytes) + " are outside the region");
   if (write.source_offset < source.shared_bytes && write.source_offset + write.bytes > source.shared_bytes)
     throw FabricError("write: a source that is in part shared, at " + std::to_string(write.source_offset));
   if (static_cast<std::size_t>(source.id) >= regions.size() || !regions[static_cast<std::size_t>(source.id)].registered())
@@ -311,7 +322,8 @@ Post LibfabricFabric::write(const Write& write) {
   iovec local{};
   local.iov_base = static_cast<std::uint8_t*>(source.base) + write.source_offset;
   local.iov_len = write.bytes;
-  void* descriptor = state.regions[static_cast<std::size_t>(source.id)].descriptor(write.source_offset, static_cast<std::size_t>(write.endpoint));
+  const Region& region = state.regions[static_cast<std::size_t>(source.id)];
+  void* descriptor = region.descriptor(write.source_offset, static_cast<std::size_t>(write.endpoint));
   fi_rma_iov remote{};
   remote.addr = target.base + write.target_offset;
   remote.len = write.bytes;
@@ -334,11 +346,13 @@ Post LibfabricFabric::write(const Write& write) {
   }
   endpoint.operations.give_back(operation);
   if (result == -FI_EAGAIN) return Post::Again;
-  const std::string object = "of " + std::to_string(write.bytes) + " bytes to peer " + std::to_string(write.peer) + " on " + endpoint.name;
+  const std::string object = "of " + std::to_string(write.bytes) + " bytes to peer " + std::to_string(write.peer) + " on " +
+      endpoint.name;
   const int error = static_cast<int>(-result);
   if (is_a_mistake(error)) state.provider.fail("fi_writemsg", object, result);
   state.completions.fail_write(write.endpoint, write.context, error,
-                   "write to peer " + std::to_string(write.peer) + ": " + state.provider.library->strerror(error) + " [" + endpoint.name + ", " + state.provider.full_name() + "]");
+                   "write to peer " + std::to_string(write.peer) + ": " + state.provider.library->strerror(error) + " [" +
+                   endpoint.name + ", " + state.provider.full_name() + "]");
   return Post::Accepted;
 }
 
@@ -357,8 +371,8 @@ int LibfabricFabric::poll(Completion* out, int capacity) {
 std::string LibfabricFabric::describe_error(const Completion& failed) const {
   const State& state = open();
   if (std::string text = state.completions.text_of(failed); !text.empty()) return text;
-  return std::string(state.provider.library->strerror(failed.error)) + " (" + std::to_string(failed.error) + ") [" + endpoint_name(failed.endpoint) +
-         ", " + state.provider.full_name() + "]";
+  return std::string(state.provider.library->strerror(failed.error)) + " (" + std::to_string(failed.error) + ") [" +
+         endpoint_name(failed.endpoint) + ", " + state.provider.full_name() + "]";
 }
 
 }  // namespace pplx

@@ -26,7 +26,8 @@ class LibfabricFabric : public Fabric {
   Blob address() const override;
   void insert_peer(int peer, const Blob& address) override;
   // Forgets the peer: every write to it that is still under way comes back as Failed, once, and whatever the provider says of it
-  // later is dropped. The provider is not told: taking a dead peer out of shm's table unmaps memory that its pending writes still use.
+  // later is dropped. The provider is not told: taking a dead peer out of shm's table unmaps memory that its pending writes still
+  // use.
   void remove_peer(int peer) override;
   LocalRegion register_memory(void* base, std::size_t bytes, std::size_t shared_bytes) override;
   LocalRegion register_device_memory(const DeviceMemory& memory) override;   // only if opened for it, see Options::device_memory

@@ -59,8 +59,8 @@ void* load(const std::string& path) {
   return dlopen(path.c_str(), RTLD_LOCAL | RTLD_NOW);
 }
 
-// dlopen by name follows LD_LIBRARY_PATH and the loader's cache, but also returns any library of that SONAME that is already loaded, be it MPI's.
-// So it serves only to learn a path, and only when nothing was found in the usual folders.
+// dlopen by name follows LD_LIBRARY_PATH and the loader's cache, but also returns any library of that SONAME that is already
+// loaded, be it MPI's. So it serves only to learn a path, and only when nothing was found in the usual folders.
 std::string path_by_name() {
   void* handle = load("libfabric.so.1");
   if (handle == nullptr) return {};
@@ -74,7 +74,8 @@ std::string path_by_name() {
 
 std::vector<Candidate> search_order(const std::vector<std::string>& wheels) {
   std::vector<Candidate> order;
-  for (const char* folder : {"/opt/amazon/efa/lib64", "/opt/amazon/efa/lib"}) order.push_back({std::string(folder) + "/libfabric.so.1"});
+  for (const char* folder : {"/opt/amazon/efa/lib64", "/opt/amazon/efa/lib"})
+    order.push_back({std::string(folder) + "/libfabric.so.1"});
   for (const char* folder : kSystemFolders) order.push_back({std::string(folder) + "/libfabric.so.1"});
   order.push_back({"libfabric.so.1"});
   for (const std::string& path : wheels) order.push_back({path, true});
@@ -141,9 +142,10 @@ struct Setting {
 constexpr Setting kSettings[] = {
     // Two ranks of one host must use the NIC like any others: efa's shared-memory path has other completion rules.
     {"FI_EFA_ENABLE_SHM_TRANSFER", "0"},
-    // Buffers that rxm copies short messages through, thousands for each endpoint and hundreds for each connection. Ours are writes, which it
-    // hands on as they are. At its default of 16 KiB a tcp fabric of two endpoints took 137 MB and 60 ms of CPU to open, and each
-    // connection 6 MB and 4 ms in a call of the proxy's, which moves nothing else meanwhile; now 11 MB and 6 ms, 0.4 MB and 0.4 ms.
+    // Buffers that rxm copies short messages through, thousands for each endpoint and hundreds for each connection. Ours are
+    // writes, which it hands on as they are. At its default of 16 KiB a tcp fabric of two endpoints took 137 MB and 60 ms of CPU to
+    // open, and each connection 6 MB and 4 ms in a call of the proxy's, which moves nothing else meanwhile; now 11 MB and 6 ms, 0.4
+    // MB and 0.4 ms.
     {"FI_OFI_RXM_BUFFER_SIZE", "256"},
 };
 
@@ -162,6 +164,11 @@ void initialise_providers(const Library& library) {
 }  // namespace
 
 std::string version_text(std::uint32_t version) { return std::to_string(version >> 16) + "." + std::to_string(version & 0xffff); }
+
+std::string sysfs_root() {
+  const char* path = std::getenv("SYSFS_PATH");
+  return path != nullptr && *path == '/' ? path : "/sys";
+}
 
 bool compiled_in() {
 #ifdef PPLX_HAVE_LIBFABRIC_HEADERS

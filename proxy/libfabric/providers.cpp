@@ -37,12 +37,15 @@ std::string refusal(const Library& library, const std::string& provider) {
     return "libfabric " + version_text(library.version) + " has no tcp for this: there it is called tcp;ofi_rxm, and net";
   // rxm of 2.5.1 looks for a state behind the null context of a write that a dying peer left half done, and crashes the process.
   if (provider == "tcp;ofi_rxm" && library.version >= version(1, 18))
-    return "libfabric " + version_text(library.version) + " has a tcp of its own: use that, rxm over it crashes when a peer is killed";
+    return "libfabric " + version_text(library.version) +
+           " has a tcp of its own: use that, rxm over it crashes when a peer is killed";
   const std::string have = "libfabric " + version_text(library.version) + " (" + library.path + ") is too old for " + provider;
-  if (provider == "efa" && library.version < version(1, 18)) return have + ": its RDMA writes need 1.18 or newer (the EFA installer has it)";
+  if (provider == "efa" && library.version < version(1, 18))
+    return have + ": its RDMA writes need 1.18 or newer (the EFA installer has it)";
   if (provider == "efa-direct" && library.version < version(2, 1)) return have + ": needs 2.1 or newer (the EFA installer has it)";
   if (library.from_wheel && !is_socket_provider(provider) && provider != "shm")
-    return "the libfabric of an MPI wheel (" + library.path + ") is good for tcp and shm only: set PPLX_LIBFABRIC or install the NIC's own";
+    return "the libfabric of an MPI wheel (" + library.path +
+           ") is good for tcp and shm only: set PPLX_LIBFABRIC or install the NIC's own";
   return {};
 }
 
@@ -78,9 +81,11 @@ Answer ask(const Library& library, const std::string& provider, const char* addr
     fi_progress progress;
     std::uint64_t mode;
   };
-  // Manual progress where offered: no thread of its own. FI_RX_CQ_DATA (an arriving immediate uses up a posted receive) only where it must be:
+  // Manual progress where offered: no thread of its own. FI_RX_CQ_DATA (an arriving immediate uses up a posted receive) only where
+  // it must be:
   // offering it makes efa-direct want it.
-  constexpr Attempt kAttempts[] = {{FI_PROGRESS_MANUAL, 0}, {FI_PROGRESS_UNSPEC, 0}, {FI_PROGRESS_MANUAL, FI_RX_CQ_DATA}, {FI_PROGRESS_UNSPEC, FI_RX_CQ_DATA}};
+  constexpr Attempt kAttempts[] = {{FI_PROGRESS_MANUAL, 0}, {FI_PROGRESS_UNSPEC, 0}, {FI_PROGRESS_MANUAL, FI_RX_CQ_DATA},
+                                   {FI_PROGRESS_UNSPEC, FI_RX_CQ_DATA}};
   for (const Attempt& attempt : kAttempts) {
     Info hints = make_hints(library, provider);
     hints->mode |= attempt.mode;
@@ -165,7 +170,8 @@ void choose_sockets(const Library& library, const std::string& provider, const O
   for (const Interface& interface : interfaces) {
     Answer answer = ask(library, provider, interface.address.c_str());
     if (answer.infos.empty())
-      throw FabricError("provider " + provider + " on " + interface.name + " (" + interface.address + "): " + why_not(library, provider, answer));
+      throw FabricError("provider " + provider + " on " + interface.name + " (" + interface.address + "): " +
+                        why_not(library, provider, answer));
     choice.nics.push_back({interface.name + " " + interface.address, std::move(answer.infos.front())});
   }
   choice.cpu = cpu_of(options, std::vector<std::vector<int>>(options.localities.size(), cpus_near(Topology(), choice.nics)));
@@ -190,7 +196,8 @@ void choose_devices(const Library& library, const std::string& provider, const O
     const std::vector<Locality> alone(1);
     const std::vector<Locality>& localities = options.localities.empty() ? alone : options.localities;
     if (options.locality >= localities.size())
-      throw FabricError("locality " + std::to_string(options.locality) + " of " + std::to_string(localities.size()) + " processes on this host");
+      throw FabricError("locality " + std::to_string(options.locality) + " of " + std::to_string(localities.size()) +
+                        " processes on this host");
     std::vector<NamedLocation> locations;
     for (const Nic& nic : all) locations.push_back({nic.name, location_of(topology, nic)});
     for (std::size_t locality = 0; locality < localities.size(); ++locality) {
@@ -253,7 +260,8 @@ Choice choose(const Library& library, const Options& options) {
   std::string provider = options.provider;
   if (provider == "verbs") provider = "verbs;ofi_rxm";
   if (!provider.empty() && provider != "auto") {
-    if (std::find_if(std::begin(kProviders), std::end(kProviders), [&](const char* name) { return provider == name; }) == std::end(kProviders)) {
+    if (std::find_if(std::begin(kProviders), std::end(kProviders),
+                     [&](const char* name) { return provider == name; }) == std::end(kProviders)) {
       std::string known;
       for (const char* name : kProviders) known += std::string(known.empty() ? "" : ", ") + name;
       throw FabricError("unknown provider '" + provider + "'; known are " + known);
@@ -283,7 +291,8 @@ std::vector<ProviderStatus> provider_status(const Library& library) {
     status.available = status.why_not.empty() && !answer.infos.empty();
     if (status.available) {
       for (const Info& info : answer.infos) {
-        if (std::find(status.nics.begin(), status.nics.end(), domain_of(info)) == status.nics.end()) status.nics.push_back(domain_of(info));
+        if (std::find(status.nics.begin(), status.nics.end(), domain_of(info)) == status.nics.end())
+          status.nics.push_back(domain_of(info));
       }
       // shm says yes to device memory also where it has no CUDA.
       status.device_memory = status.name != "shm" && !ask(library, provider, nullptr, true).infos.empty();
@@ -302,7 +311,9 @@ std::vector<ProviderStatus> provider_status(const Library& library) {
 
 namespace pplx::libfabric {
 
-Choice choose(const Library&, const Options&) { throw FabricError("built without libfabric headers: install libfabric-dev and rebuild"); }
+Choice choose(const Library&, const Options&) {
+  throw FabricError("built without libfabric headers: install libfabric-dev and rebuild");
+}
 std::vector<ProviderStatus> provider_status(const Library&) { return {}; }
 
 }  // namespace pplx::libfabric

@@ -13,9 +13,11 @@ namespace pplx::libfabric {
 
 struct Options {
   std::string provider;                 // a name of kProviders, "verbs", or "" and "auto" for the best there is
-  std::vector<std::string> nics;        // efa, verbs: domain names ("rdmap16s27-rdm"); tcp, net, sockets: interfaces or addresses. Empty: chosen
+  // efa, verbs: domain names ("rdmap16s27-rdm"); tcp, net, sockets: interfaces or addresses. Empty: chosen
+  std::vector<std::string> nics;
   int endpoints = 0;                    // 0: one per NIC that is named or picked. More than there are NICs: they share them
-  std::vector<Locality> localities;     // efa, verbs without `nics`: of all processes of this host that share its NICs; empty: it is alone
+  // efa, verbs without `nics`: of all processes of this host that share its NICs; empty: it is alone
+  std::vector<Locality> localities;
   std::size_t locality = 0;             // index of this process among them
   std::size_t proxies = 1, proxy = 0;   // proxies of each process, and this fabric's: each proxy gets a CPU of its own
   std::string address;                  // tcp, net, sockets: interface or address; empty: the interface of the default route

@@ -27,7 +27,8 @@ constexpr int kKeysTried = 8;
 class Keys {
  public:
   explicit Keys(const fi_domain_attr& domain) {
-    if (domain.mr_key_size > 0 && domain.mr_key_size < sizeof(std::uint64_t)) mask_ = (std::uint64_t{1} << 8 * domain.mr_key_size) - 1;
+    if (domain.mr_key_size > 0 && domain.mr_key_size < sizeof(std::uint64_t))
+      mask_ = (std::uint64_t{1} << 8 * domain.mr_key_size) - 1;
   }
   std::uint64_t next() const {
     std::uint64_t key = 0;
@@ -44,8 +45,8 @@ class Keys {
 
 // A dmabuf needs no driver of the NIC's vendor in the kernel (nvidia-peermem), but a library, a kernel and a NIC that take it. Not
 // every host has them, so a registration by address is tried next.
-int ask_for_registration(const Provider& provider, Endpoint& endpoint, const DeviceMemory& part, bool on_device, std::uint64_t access,
-                         fid_mr** registration) {
+int ask_for_registration(const Provider& provider, Endpoint& endpoint, const DeviceMemory& part, bool on_device,
+                         std::uint64_t access, fid_mr** registration) {
   const std::uint64_t key = Keys(*endpoint.info->domain_attr).next();
   if (!on_device) return fi_mr_reg(endpoint.domain.get(), part.base, part.bytes, access, 0, key, 0, registration, nullptr);
   iovec whole{};
@@ -72,14 +73,16 @@ int ask_for_registration(const Provider& provider, Endpoint& endpoint, const Dev
   return fi_mr_regattr(endpoint.domain.get(), &attributes.attr, 0, registration);
 }
 
-Handle<fid_mr> register_on(const Provider& provider, Endpoint& endpoint, const DeviceMemory& part, bool on_device, std::uint64_t access) {
+Handle<fid_mr> register_on(const Provider& provider, Endpoint& endpoint, const DeviceMemory& part, bool on_device,
+                           std::uint64_t access) {
   const std::string whose = on_device ? " bytes of GPU " + std::to_string(part.device) : " bytes";
   const std::string object = std::to_string(part.bytes) + whose + " on " + endpoint.name;
   fid_mr* registration = nullptr;
   int result = -FI_ENOKEY;
   for (int attempt = 0; attempt < kKeysTried && result == -FI_ENOKEY; ++attempt)   // FI_ENOKEY: the key is in use
     result = ask_for_registration(provider, endpoint, part, on_device, access, &registration);
-  if (result == -FI_ENOMEM) provider.fail("fi_mr_reg", object + " (is `ulimit -l`, the memory that may be locked, large enough?)", result);
+  if (result == -FI_ENOMEM)
+    provider.fail("fi_mr_reg", object + " (is `ulimit -l`, the memory that may be locked, large enough?)", result);
   provider.check(result, "fi_mr_reg", object);
   Handle<fid_mr> owner(registration);
   if ((endpoint.info->domain_attr->mr_mode & FI_MR_ENDPOINT) != 0) {
@@ -93,7 +96,8 @@ Handle<fid_mr> register_on(const Provider& provider, Endpoint& endpoint, const D
 
 Region register_everywhere(const Provider& provider, std::deque<Endpoint>& endpoints, const DeviceMemory& memory, bool on_device) {
   if (memory.shared_bytes > memory.bytes)
-    throw FabricError("register_memory: " + std::to_string(memory.shared_bytes) + " shared bytes of " + std::to_string(memory.bytes));
+    throw FabricError("register_memory: " + std::to_string(memory.shared_bytes) + " shared bytes of " +
+                      std::to_string(memory.bytes));
   DeviceMemory shared = memory, sources = memory;
   shared.bytes = memory.shared_bytes;
   sources.base = static_cast<std::uint8_t*>(memory.base) + memory.shared_bytes;
@@ -106,10 +110,12 @@ Region register_everywhere(const Provider& provider, std::deque<Endpoint>& endpo
   description.bytes = memory.shared_bytes;
   for (Endpoint& endpoint : endpoints) {
     // A receive's buffer is shared too: efa-direct wants FI_RECV of it.
-    if (shared.bytes > 0) region.shared.push_back(register_on(provider, endpoint, shared, on_device, FI_RECV | FI_WRITE | FI_REMOTE_WRITE));
+    if (shared.bytes > 0)
+      region.shared.push_back(register_on(provider, endpoint, shared, on_device, FI_RECV | FI_WRITE | FI_REMOTE_WRITE));
     if (sources.bytes > 0) region.sources.push_back(register_on(provider, endpoint, sources, on_device, FI_WRITE));
     const std::uint64_t key = shared.bytes > 0 ? fi_mr_key(region.shared.back().get()) : 0;
-    if (key == FI_KEY_NOTAVAIL) throw FabricError("fi_mr_key on " + endpoint.name + ": the key is longer than 64 bits [" + provider.full_name() + "]");
+    if (key == FI_KEY_NOTAVAIL)
+      throw FabricError("fi_mr_key on " + endpoint.name + ": the key is longer than 64 bits [" + provider.full_name() + "]");
     description.keys.push_back(key);
   }
   region.local.base = memory.base;

@@ -40,8 +40,9 @@ bool is_pci_address(const std::string& part) {
     return std::all_of(part.begin() + static_cast<std::ptrdiff_t>(from), part.begin() + static_cast<std::ptrdiff_t>(to),
                        [](unsigned char c) { return std::isxdigit(c) != 0; });
   };
-  return part.size() >= 12 && part[part.size() - 8] == ':' && part[part.size() - 5] == ':' && part[part.size() - 2] == '.' && hex(0, part.size() - 8) &&
-         hex(part.size() - 7, part.size() - 5) && hex(part.size() - 4, part.size() - 2) && hex(part.size() - 1, part.size());
+  return part.size() >= 12 && part[part.size() - 8] == ':' && part[part.size() - 5] == ':' && part[part.size() - 2] == '.' &&
+         hex(0, part.size() - 8) && hex(part.size() - 7, part.size() - 5) && hex(part.size() - 4, part.size() - 2) &&
+         hex(part.size() - 1, part.size());
 }
 
 std::size_t shared_parts(const std::string& a, const std::string& b) {
@@ -56,7 +57,9 @@ struct Distance {
   Nearness nearness = Nearness::Far;
   std::size_t bridges = 0;
 
-  bool operator<(const Distance& other) const { return nearness != other.nearness ? nearness < other.nearness : bridges > other.bridges; }
+  bool operator<(const Distance& other) const {
+    return nearness != other.nearness ? nearness < other.nearness : bridges > other.bridges;
+  }
   bool operator==(const Distance& other) const { return nearness == other.nearness && bridges == other.bridges; }
 };
 
@@ -85,7 +88,8 @@ bool natural_less(const std::string& a, const std::string& b) {
   std::size_t i = 0, j = 0;
   const auto number = [](const std::string& text, std::size_t& at) {
     unsigned long long value = 0;
-    for (; at < text.size() && std::isdigit(static_cast<unsigned char>(text[at])) != 0; ++at) value = value * 10 + static_cast<unsigned>(text[at] - '0');
+    for (; at < text.size() && std::isdigit(static_cast<unsigned char>(text[at])) != 0; ++at)
+      value = value * 10 + static_cast<unsigned>(text[at] - '0');
     return value;
   };
   while (i < a.size() && j < b.size()) {
@@ -157,11 +161,6 @@ std::string format_cpus(const std::vector<int>& cpus) {
 }
 
 // The device itself may be one that a driver made (virtio2, net/eth0): where it is, says the PCI device that it hangs on.
-std::string sysfs_root() {
-  const char* path = std::getenv("SYSFS_PATH");
-  return path != nullptr && *path == '/' ? path : "/sys";
-}
-
 Location Topology::of_device(const std::string& folder) const {
   Location location;
   const std::string real = real_path(folder), devices = real_path(sysfs_) + "/devices/";
@@ -204,14 +203,16 @@ std::vector<int> Topology::nodes_of(const std::vector<int>& cpus) const {
     const std::string name = entry->d_name;
     if (name.rfind("node", 0) != 0 || name.size() == 4 || std::isdigit(static_cast<unsigned char>(name[4])) == 0) continue;
     const std::vector<int> here = parse_cpus(first_line(folder + "/" + name + "/cpulist"));
-    const bool ours = std::any_of(cpus.begin(), cpus.end(), [&](int cpu) { return std::binary_search(here.begin(), here.end(), cpu); });
+    const bool ours = std::any_of(cpus.begin(), cpus.end(),
+                                  [&](int cpu) { return std::binary_search(here.begin(), here.end(), cpu); });
     if (ours) nodes.push_back(std::atoi(name.c_str() + 4));
   }
   std::sort(nodes.begin(), nodes.end());
   return nodes;
 }
 
-Picked pick_nics(const Topology& topology, const std::vector<NamedLocation>& nics, const std::vector<Locality>& localities, std::size_t self) {
+Picked pick_nics(const Topology& topology, const std::vector<NamedLocation>& nics, const std::vector<Locality>& localities,
+                 std::size_t self) {
   const View view = view_of(topology, localities.at(self));
   Candidates mine = nearest(view, nics);
   std::size_t before = 0, sharing = 0;
@@ -222,23 +223,27 @@ Picked pick_nics(const Topology& topology, const std::vector<NamedLocation>& nic
   }
   Picked picked;
   picked.why = describe(mine, view, localities[self], nics.size());
-  std::sort(mine.nics.begin(), mine.nics.end(), [&](std::size_t a, std::size_t b) { return natural_less(nics[a].name, nics[b].name); });
+  std::sort(mine.nics.begin(), mine.nics.end(),
+            [&](std::size_t a, std::size_t b) { return natural_less(nics[a].name, nics[b].name); });
   const std::size_t count = mine.nics.size();
   for (std::size_t i = 0; i < count; ++i)
     if (count < sharing ? i == before % count : i * sharing / count == before) picked.nics.push_back(mine.nics[i]);
   if (sharing > 1 && count > 1)
-    picked.why += "; " + std::to_string(picked.nics.size()) + " of these " + std::to_string(count) + ", which " + std::to_string(sharing) + " processes share";
+    picked.why += "; " + std::to_string(picked.nics.size()) + " of these " + std::to_string(count) + ", which " +
+        std::to_string(sharing) + " processes share";
   return picked;
 }
 
-std::vector<int> pick_cpus(const std::vector<Locality>& localities, const std::vector<std::vector<int>>& near, std::size_t proxies) {
+std::vector<int> pick_cpus(const std::vector<Locality>& localities, const std::vector<std::vector<int>>& near,
+                           std::size_t proxies) {
   std::vector<int> picked;
   std::set<int> taken;
   for (std::size_t i = 0; i < localities.size() * proxies; ++i) {
     const std::size_t self = i % localities.size();
     const std::vector<int>& allowed = localities[self].cpus;
     const auto wanted = static_cast<std::size_t>(std::count_if(localities.begin(), localities.end(), [&](const Locality& other) {
-      return std::any_of(allowed.begin(), allowed.end(), [&](int cpu) { return std::binary_search(other.cpus.begin(), other.cpus.end(), cpu); });
+      return std::any_of(allowed.begin(), allowed.end(),
+                         [&](int cpu) { return std::binary_search(other.cpus.begin(), other.cpus.end(), cpu); });
     }));
     int best = -1;
     if (allowed.size() >= 2 * wanted * proxies) {

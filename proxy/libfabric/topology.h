@@ -5,6 +5,8 @@
 #include <string>
 #include <vector>
 
+#include "loader.h"
+
 namespace pplx::libfabric {
 
 // The GPU and CPUs of one process of this host.
@@ -20,15 +22,13 @@ struct Location {
   std::vector<int> cpus;    // that are near
 };
 
-// /sys, or SYSFS_PATH, by which the verbs libraries find their devices too: the software EFA device has a tree of its own.
-std::string sysfs_root();
-
 class Topology {
  public:
   explicit Topology(std::string sysfs = sysfs_root()) : sysfs_(std::move(sysfs)) {}
 
   Location of_pci(const std::string& bus_id) const;                 // as CUDA and libfabric write it
-  Location of_nic(const std::string& name) const;                   // an RDMA device or libfabric's domain on it, or a network interface
+  // An RDMA device or libfabric's domain on it, or a network interface
+  Location of_nic(const std::string& name) const;
   std::vector<int> nodes_of(const std::vector<int>& cpus) const;    // NUMA nodes
 
  private:
@@ -51,12 +51,14 @@ struct NamedLocation {
 
 // Returns the NICs nearest to the process `localities[self]`. Processes with the same nearest NICs share them as evenly as
 // possible. If distances are unknown, or all equal, all processes share all NICs.
-Picked pick_nics(const Topology& topology, const std::vector<NamedLocation>& nics, const std::vector<Locality>& localities, std::size_t self);
+Picked pick_nics(const Topology& topology, const std::vector<NamedLocation>& nics, const std::vector<Locality>& localities,
+                 std::size_t self);
 
-// A CPU for each process's proxy, -1 for none: one of its own, near its NICs where it may run there. Only where there are two for each process that
-// could want them: a proxy that is tied to a CPU that others need is slower than one that is not tied. With several proxies in each
-// process the first ones' CPUs come first.
-std::vector<int> pick_cpus(const std::vector<Locality>& localities, const std::vector<std::vector<int>>& near, std::size_t proxies = 1);
+// A CPU for each process's proxy, -1 for none: one of its own, near its NICs where it may run there. Only where there are two for
+// each process that could want them: a proxy that is tied to a CPU that others need is slower than one that is not tied. With
+// several proxies in each process the first ones' CPUs come first.
+std::vector<int> pick_cpus(const std::vector<Locality>& localities, const std::vector<std::vector<int>>& near,
+                           std::size_t proxies = 1);
 
 // "0-3,8" and back, as sysfs writes it.
 std::vector<int> parse_cpus(const std::string& text);

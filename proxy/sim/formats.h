@@ -70,7 +70,8 @@ inline std::uint32_t bits_in(float x, const Format& f, int exponent_bits) {
   const int mantissa_bits = f.bits - 1;
   const std::uint32_t sign = std::signbit(x) ? 1u << (exponent_bits + mantissa_bits) : 0u;
   const double magnitude = std::fabs(static_cast<double>(x));
-  if (magnitude < power_of_two(f.least)) return sign | static_cast<std::uint32_t>(magnitude * power_of_two(mantissa_bits - f.least));
+  if (magnitude < power_of_two(f.least))
+    return sign | static_cast<std::uint32_t>(magnitude * power_of_two(mantissa_bits - f.least));
   const int exponent = exponent_of(magnitude);
   const auto mantissa = static_cast<std::uint32_t>(magnitude * power_of_two(mantissa_bits - exponent)) - (1u << mantissa_bits);
   return sign | static_cast<std::uint32_t>(exponent - f.least + 1) << mantissa_bits | mantissa;

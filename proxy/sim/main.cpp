@@ -102,7 +102,8 @@ pid_t await_child(int& status, std::uint64_t& waited, const Shared& shared, std:
     usleep(100'000);
     const std::uint64_t begun = std::min<std::uint64_t>(shared.next, end) - first;
     if (++waited % (10 * kSecondsPerLine) != 0 || begun == 0) continue;
-    std::printf("%llu of %llu seeds, %llu s left\n", static_cast<unsigned long long>(begun), static_cast<unsigned long long>(end - first),
+    std::printf("%llu of %llu seeds, %llu s left\n", static_cast<unsigned long long>(begun),
+                static_cast<unsigned long long>(end - first),
                 static_cast<unsigned long long>((end - first - begun) * waited / begun / 10));
     std::fflush(stdout);
   }

@@ -8,12 +8,14 @@ namespace {
 
 constexpr int kLinkError = 104, kRemoteAccess = 13;
 constexpr std::size_t kHistory = 64;
-// Five bits of the step travel, and three of the piece, so an immediate that is 32 steps or eight pieces old looks current. No network
-// repeats that late: what is repeated is among the last few of its stream.
+// Five bits of the step travel, and three of the piece, so an immediate that is 32 steps or eight pieces old looks current. No
+// network repeats that late: what is repeated is among the last few of its stream.
 constexpr std::uint64_t kRecent = 4;
 
 // The stream that an immediate belongs to. A credit has no shards; there they name an op.
-std::uint32_t stream_of(std::uint32_t immediate) { return immediate & (unpack(immediate).op == Op::Credit ? 0xffff00ffu : 0xffff0000u); }
+std::uint32_t stream_of(std::uint32_t immediate) {
+  return immediate & (unpack(immediate).op == Op::Credit ? 0xffff00ffu : 0xffff0000u);
+}
 
 }  // namespace
 
@@ -328,8 +330,8 @@ void Network::arrive(std::uint32_t number, Flight& f) {
     const Immediate i = unpack(old.immediate);
     if (is_recent(to, old)) {
       totals_.count(Fault::Replayed);
-      log_.line("rank %u: the %s of rank %u, step ..%02x, shard %u, piece ..%u arrived, of long ago", to.rank, op_name(i.op), i.source, i.step,
-                i.shard, i.piece);
+      log_.line("rank %u: the %s of rank %u, step ..%02x, shard %u, piece ..%u arrived, of long ago", to.rank, op_name(i.op),
+                i.source, i.step, i.shard, i.piece);
       repeat_arrival(to, old);
     }
   }
@@ -421,7 +423,8 @@ int Network::poll(Port& at, Completion* out, int capacity) {
   int n = 0;
   while (n < most && !at.ready.empty()) {
     Due& due = at.ready[random_.below(at.ready.size())];
-    if (!due.repeated || is_recent(at, due.repeats)) out[n++] = due.completion;   // completions overtake each other, so it may have become too old here
+    // Completions overtake each other, so it may have become too old here
+    if (!due.repeated || is_recent(at, due.repeats)) out[n++] = due.completion;
     if (due.bytes > 0 && at.regions.count(due.key) != 0) {
       std::memset(due.source, 0xa5, due.bytes);
       totals_.count(Fault::Poisoned);

@@ -1,8 +1,8 @@
 // A network in memory that keeps only the promises of fabric.h. Ports (one per SimFabric) post writes; each write is read from
 // its source and lands at its target in pieces and at times that the seed chooses, and then its completions are due.
 //
-// It also finds mistakes that only a network can see: a source that changes before its local completion, a write outside of registered
-// memory, a post to a peer that was never inserted.
+// It also finds mistakes that only a network can see: a source that changes before its local completion, a write outside of
+// registered memory, a post to a peer that was never inserted.
 #pragma once
 
 #include <array>
@@ -32,7 +32,8 @@ struct Profile {
   double late_read, split, delayed, duplicated, replayed, stranger, busy;
   std::uint32_t queue_depth;        // a port's limit of writes in flight
   std::uint32_t completions;        // a port's completion queue holds that many
-  bool refuses_unknown;             // a target that has not inserted the initiator: EAGAIN; else the write is dropped and tried again
+  // A target that has not inserted the initiator: EAGAIN; else the write is dropped and tried again
+  bool refuses_unknown;
   bool offsets;                     // targets are named by offsets, else by addresses
 };
 
@@ -59,7 +60,8 @@ class Network final : public Clock::Task {
     std::uint64_t shared_bytes = 0;
     std::uint64_t key = 0;
   };
-  // The blocks, or the credits, of one peer, op and AllToAll are a stream. Where an immediate stands in it: in numbers that do not begin anew.
+  // The blocks, or the credits, of one peer, op and AllToAll are a stream. Where an immediate stands in it: in numbers that do not
+  // begin anew.
   struct Arrival {
     std::uint32_t immediate = 0;
     std::uint64_t step = 0, piece = 0;

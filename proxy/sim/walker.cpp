@@ -382,7 +382,8 @@ void Walker::poison_slots(Op op) {
   constexpr std::uint64_t kEnough = 2048;
   const std::uint32_t set = set_of(c_, number_);
   for (std::uint32_t peer : e_.blocks().peers())
-    std::memset(e_.blocks().own_slot(set, op, peer), kPoison, std::min(kEnough, e_.blocks().heap().slot_bytes[static_cast<std::uint32_t>(op)]));
+    std::memset(e_.blocks().own_slot(set, op, peer), kPoison,
+                std::min(kEnough, e_.blocks().heap().slot_bytes[static_cast<std::uint32_t>(op)]));
   totals_.count(Fault::Poisoned, e_.blocks().peers().size());
 }
 

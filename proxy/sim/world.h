@@ -1,5 +1,5 @@
-// One run: some ranks on some nodes, one or more AllToAlls, several generations of steps. If a generation ends in trouble, every survivor
-// must name the cause in time; then they reset and go on. Everything follows from the seed.
+// One run: some ranks on some nodes, one or more AllToAlls, several generations of steps. If a generation ends in trouble, every
+// survivor must name the cause in time; then they reset and go on. Everything follows from the seed.
 #pragma once
 
 #include <functional>

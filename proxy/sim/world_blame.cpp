@@ -10,7 +10,8 @@ using namespace cpu;
 
 namespace {
 
-constexpr Time kByMemory = 100 * kMillisecond;   // the longest that an abort takes to reach the ranks of a node, their pauses included
+// The longest that an abort takes to reach the ranks of a node, their pauses included
+constexpr Time kByMemory = 100 * kMillisecond;
 
 Phase phase_of(const Immediate& i) {
   const Op op = i.op == Op::Credit ? Op(i.shard) : i.op;   // a credit names the op whose pieces it counts
@@ -69,7 +70,8 @@ void World::set_trap(Trap::Kind kind) {
     if (i.op == Op::Weights && header.rows == 0) return false;   // never looked at
     if (fault == Fault::CorruptPiece) return i.op != Op::Weights;
     if (fault == Fault::CorruptCounts)
-      return i.op == Op::Dispatch && i.piece == 0 && header.piece == 0 && local_experts(object.config, peer) > 0 && bytes >= sizeof header + sizeof(std::uint32_t);
+      return i.op == Op::Dispatch && i.piece == 0 && header.piece == 0 && local_experts(object.config, peer) > 0 &&
+             bytes >= sizeof header + sizeof(std::uint32_t);
     return fault != Fault::CorruptFlags || i.op == Op::Combine;
   };
   trap.damage = [this, fault](const Immediate& i, char* block) { damage(fault, i, block); };
@@ -117,8 +119,8 @@ void World::leave(Rank& rank) {
       });
 }
 
-// Wakes a rank that stood still while the others reset without it. It goes on where it was, into memory that it still maps, with writes
-// for which no memory is registered any more.
+// Wakes a rank that stood still while the others reset without it. It goes on where it was, into memory that it still maps, with
+// writes for which no memory is registered any more.
 void World::wake_too_late(Rank& rank) {
   totals_.count(Fault::WokeTooLate);
   log_.line("rank %u: wakes, in the middle of a generation that is over", rank.number);
@@ -205,8 +207,8 @@ void World::check_failure(const Rank& rank, const Object& object, const PeerFail
     if (f.phase != phase_of(trap.immediate)) wrong("names the wrong phase");
     if (!same_step(f.step, trap.immediate)) wrong("names the wrong step");
   };
-  // A rank that has taken all its steps makes no call that could report the cause. Then a rank that waits for it gives up, or first a
-  // replica of that rank, which waits for rows that it cannot finish.
+  // A rank that has taken all its steps makes no call that could report the cause. Then a rank that waits for it gives up, or first
+  // a replica of that rank, which waits for rows that it cannot finish.
   const auto gave_up_on_silent = [&](bool silent) {
     if (!silent || f.reason != AbortReason::Timeout || f.peer >= ranks_.size()) return false;
     if (!late_[f.peer] && !waits_for(f.peer, victim_)) return false;

@@ -13,7 +13,8 @@ std::string World::describe() const {
          std::to_string(objects_) + " AllToAll(s), " + std::to_string(c.num_experts) + " experts, top " + std::to_string(c.top_k) +
          ", hidden " + std::to_string(c.hidden) + ", at most " + std::to_string(c.max_tokens) + " tokens, in_flight " +
          std::to_string(c.in_flight) + ", " +
-         (in_pieces(c) ? "slots of " + std::to_string(heap_of(c).slot_rows) + " rows, " : "") + (replicas_ > 1 ? std::to_string(replicas_) + " replicas, " : "") +
+         (in_pieces(c) ? "slots of " + std::to_string(heap_of(c).slot_rows) + " rows, " : "") +
+         (replicas_ > 1 ? std::to_string(replicas_) + " replicas, " : "") +
          std::to_string(endpoints_) + " endpoint(s), " + std::to_string(generations_) + " generation(s)";
 }
 
@@ -50,7 +51,8 @@ Config World::draw_config(std::uint32_t object, Random& replicas, Random& pieces
 
 // Slots of a few rows: from one row in a piece to the whole block in two.
 void World::draw_pieces(Config& c, Random& pieces) const {
-  const std::uint32_t most = std::max(1u, max_rows_of_block(c) / kPlaces), rows = pieces.chance(0.6) ? std::min(most, pieces.between(1u, 3u)) : pieces.between(1u, most);
+  const std::uint32_t most = std::max(1u, max_rows_of_block(c) / kPlaces);
+  const std::uint32_t rows = pieces.chance(0.6) ? std::min(most, pieces.between(1u, 3u)) : pieces.between(1u, most);
   c.whole_tokens = pieces.between(1u, kPlaces * rows);
   c.slot_bytes = std::uint64_t{c.world} * kPlaces * (dispatch_block(c).bytes(rows) + combine_block(c).bytes(rows) + 2 * 63);
 }

@@ -35,7 +35,8 @@ template <typename Id>
 std::shared_ptr<const Plan> plan_of(const Config& c, const Id* ids, std::uint32_t tokens, const std::vector<bool>& alive) {
   for (std::size_t i = 0; i < std::size_t{tokens} * c.top_k; ++i)
     if (ids[i] < -1 || ids[i] >= static_cast<std::int64_t>(c.num_experts))
-      throw Misuse("topk_ids[" + std::to_string(i / c.top_k) + ", " + std::to_string(i % c.top_k) + "] is " + std::to_string(ids[i]) +
+      throw Misuse("topk_ids[" + std::to_string(i / c.top_k) + ", " + std::to_string(i % c.top_k) + "] is " +
+                   std::to_string(ids[i]) +
                    ": expert ids are 0 to " + std::to_string(c.num_experts - 1) + ", or -1 to drop the choice");
   return std::make_shared<const Plan>(make_plan(c, ids, tokens, &alive));
 }
@@ -91,15 +92,19 @@ void bind_config_struct(py::module_& m) {
       .def_property_readonly("least_slot_bytes", [](const Config& c) { return least_slot_bytes(c); },
                              "The least slot_bytes for steps that never go in pieces.")
       .def_property_readonly("heap_bytes", [](const Config& c) { return heap_of(c).bytes; })
-      .def_property_readonly("shared_bytes", [](const Config& c) { return heap_of(c).shared_bytes; }, "Size of the part that peers write into.")
+      .def_property_readonly("shared_bytes", [](const Config& c) { return heap_of(c).shared_bytes; },
+                             "Size of the part that peers write into.")
       .def_property_readonly("experts_per_rank", [](const Config& c) { return experts_per_rank(c); })
       .def_property_readonly("local_experts", [](const Config& c) { return local_experts(c, c.rank); })
       .def_property_readonly("scales_per_row", [](const Config& c) { return scales_per_row(c); })
       .def_property_readonly("scale_block", [](const Config& c) { return scale_block(c.wire); }, "Elements that share a scale.")
       .def_property_readonly("scale_bytes", [](const Config& c) { return scale_bytes(c); }, "Bytes of a row's scales.")
-      .def_property_readonly("payload_bytes", [](const Config& c) { return payload_bytes(c); }, "Bytes of a row without its scales.")
-      .def("row_bytes", [](const Config& c, int op) { return block_layout(c, Op(op)).row_bytes; }, "Bytes of a row on the wire, by op.")
-      .def("header_bytes", [](const Config& c, int op) { return block_layout(c, Op(op)).header_bytes; }, "Bytes of a block's header, by op.");
+      .def_property_readonly("payload_bytes", [](const Config& c) { return payload_bytes(c); },
+                             "Bytes of a row without its scales.")
+      .def("row_bytes", [](const Config& c, int op) { return block_layout(c, Op(op)).row_bytes; },
+           "Bytes of a row on the wire, by op.")
+      .def("header_bytes", [](const Config& c, int op) { return block_layout(c, Op(op)).header_bytes; },
+           "Bytes of a block's header, by op.");
 }
 
 void bind_plan(py::module_& m) {
@@ -142,7 +147,8 @@ void bind_layout(py::module_& m) {
       }, "Tensors by name; only those that this layout and wire have.");
   m.def("output_layout", &cpu_output_layout, py::arg("config"),
         "On the CPU device: x and scale have memory of their own, all that is small lies in one buffer.");
-  py::class_<HookLayout>(m, "HookLayout", "Offsets of the words of a dispatch's hooks, in words from their start. The first one is `planned`.")
+  py::class_<HookLayout>(m, "HookLayout",
+                         "Offsets of the words of a dispatch's hooks, in words from their start. The first one is `planned`.")
       .def_readonly("arrived", &HookLayout::arrived)
       .def_readonly("count", &HookLayout::count, "Words of `arrived`.")
       .def_readonly("words", &HookLayout::words, "All of them.");

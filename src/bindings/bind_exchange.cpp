@@ -52,13 +52,15 @@ void bind_memory(py::module_& m) {
       .def("close", &OutputPool::close);
 }
 
-// The pages of a peer's heap that this rank writes. With the others, page tables and start-up would grow with the cube of the ranks.
+// The pages of a peer's heap that this rank writes. With the others, page tables and start-up would grow with the cube of the
+// ranks.
 void touch_written(const Mapping& theirs, const Config& c, std::uint32_t peer) {
   const Heap heap = heap_of(c);
   theirs.touch(0, heap.slots[0]);
   for (std::uint32_t set = 0; set < c.in_flight; ++set) {
     for (std::uint32_t op = 0; op < kOps; ++op) theirs.touch(heap.slot_at(c, set, Op(op), c.rank), heap.slot_bytes[op]);
-    if (c.replicas > 1 && first_replica(c, peer) == first_replica(c, c.rank)) theirs.touch(heap.slice_at(c, set, c.rank), heap.slice_bytes);
+    if (c.replicas > 1 && first_replica(c, peer) == first_replica(c, c.rank))
+      theirs.touch(heap.slice_at(c, set, c.rank), heap.slice_bytes);
   }
 }
 
@@ -83,10 +85,12 @@ std::shared_ptr<CarriedExchange> make_exchange(const Config& config, std::shared
 void bind_structs(py::module_& m) {
   using Tokens = BoundStruct<cpu::Tokens>;
   Tokens::bind(m, "Tokens", "Inputs of a dispatch: addresses, 0 for none, and strides in bytes.",
-               {Tokens::required<&cpu::Tokens::x, &cpu::Rows::data>("x"), Tokens::required<&cpu::Tokens::x, &cpu::Rows::stride>("stride"),
-                Tokens::field<&cpu::Tokens::scales>("scales"), Tokens::field<&cpu::Tokens::scale, &ScaleStrides::row>("scale_row_stride"),
-                Tokens::field<&cpu::Tokens::scale, &ScaleStrides::scale>("scale_stride"), Tokens::field<&cpu::Tokens::weights>("weights"),
-                Tokens::field<&cpu::Tokens::keep_own_rows>("keep_own_rows")});
+               {Tokens::required<&cpu::Tokens::x, &cpu::Rows::data>("x"),
+                Tokens::required<&cpu::Tokens::x, &cpu::Rows::stride>("stride"),
+                Tokens::field<&cpu::Tokens::scales>("scales"),
+                Tokens::field<&cpu::Tokens::scale, &ScaleStrides::row>("scale_row_stride"),
+                Tokens::field<&cpu::Tokens::scale, &ScaleStrides::scale>("scale_stride"),
+                Tokens::field<&cpu::Tokens::weights>("weights"), Tokens::field<&cpu::Tokens::keep_own_rows>("keep_own_rows")});
   using Outputs = BoundStruct<cpu::Outputs>;
   Outputs::bind(m, "Outputs", "Outputs of a dispatch: addresses of x, of scale, and of the buffer of output_layout().",
                 {Outputs::required<&cpu::Outputs::x>("x"), Outputs::field<&cpu::Outputs::scales>("scales"),
@@ -99,7 +103,8 @@ void bind_structs(py::module_& m) {
                        ExpertOutputs::required<&cpu::ExpertOutputs::weighted>("weighted"),
                        ExpertOutputs::field<&cpu::ExpertOutputs::uses_weights>("uses_weights"),
                        ExpertOutputs::field<&cpu::ExpertOutputs::weights>("weights"),
-                       ExpertOutputs::field<&cpu::ExpertOutputs::has_tail>("has_tail"), ExpertOutputs::field<&cpu::ExpertOutputs::tail>("tail")});
+                       ExpertOutputs::field<&cpu::ExpertOutputs::has_tail>("has_tail"),
+                       ExpertOutputs::field<&cpu::ExpertOutputs::tail>("tail")});
   using Result = BoundStruct<cpu::Result>;
   Result::bind(m, "Result", "Outputs of a combine: addresses, 0 for none, and a stride in bytes.",
                {Result::required<&cpu::Result::y>("y"), Result::required<&cpu::Result::stride>("stride"),
@@ -117,8 +122,8 @@ void bind_phases(py::class_<CarriedExchange, Carried, std::shared_ptr<CarriedExc
       },
       py::arg("plan"), py::arg("tokens"), "Returns the number of the step.");
   cls.def(
-      "check_order", [](CarriedExchange& e, std::uint32_t step) { e.exchange.check_order(step, Phase::DispatchRecv); }, py::arg("step"),
-      "Raises if dispatch_recv may not receive this step yet.");
+      "check_order", [](CarriedExchange& e, std::uint32_t step) { e.exchange.check_order(step, Phase::DispatchRecv); },
+      py::arg("step"), "Raises if dispatch_recv may not receive this step yet.");
   cls.def(
       "dispatch_recv",
       [](CarriedExchange& e, std::uint32_t step, const cpu::Outputs& outputs) {
@@ -170,14 +175,18 @@ void bind_life(py::class_<CarriedExchange, Carried, std::shared_ptr<CarriedExcha
       .def("peer_left", [](CarriedExchange& e, std::uint32_t peer) { e.exchange.failures().peer_left(peer); }, py::arg("peer"))
       .def("peer_busy", [](CarriedExchange& e, std::uint32_t peer, bool busy) { e.exchange.failures().peer_busy(peer, busy); },
            py::arg("peer"), py::arg("busy"))
-      .def("name_networks", [](CarriedExchange& e, std::vector<std::string> by_peer) { e.exchange.failures().name_networks(std::move(by_peer)); },
-           py::arg("by_peer"))
+      .def(
+          "name_networks",
+          [](CarriedExchange& e, std::vector<std::string> by_peer) { e.exchange.failures().name_networks(std::move(by_peer)); },
+          py::arg("by_peer"))
       .def("raise_trouble", [](CarriedExchange& e) {
         e.exchange.failures().raise();
         e.exchange.raise_notice();
       })
-      .def("reset", [](CarriedExchange& e, std::uint32_t generation, const std::vector<bool>& alive) { e.exchange.reset(generation, alive); },
-           py::arg("generation"), py::arg("alive"))
+      .def(
+          "reset",
+          [](CarriedExchange& e, std::uint32_t generation, const std::vector<bool>& alive) { e.exchange.reset(generation, alive); },
+          py::arg("generation"), py::arg("alive"))
       .def_property_readonly("generation", [](const CarriedExchange& e) { return e.exchange.generation(); })
       .def_property_readonly("open_steps", [](const CarriedExchange& e) { return e.exchange.open_steps(); })
       .def_property_readonly("next_step", [](const CarriedExchange& e) { return e.exchange.next_step(); })

@@ -42,8 +42,8 @@ std::vector<libfabric::Locality> to_localities(const LocalityTuples& tuples) {
 
 // Returns for each of `localities` the NICs of these names that it would pick, the reason, and the CPU of its proxy. Serves doctor,
 // and tests with the sysfs of another machine.
-std::vector<std::tuple<std::vector<std::string>, std::string, int>> pick_nics(const std::vector<std::string>& names, const LocalityTuples& tuples,
-                                                                             const std::string& sysfs) {
+std::vector<std::tuple<std::vector<std::string>, std::string, int>> pick_nics(
+    const std::vector<std::string>& names, const LocalityTuples& tuples, const std::string& sysfs) {
   const libfabric::Topology topology(sysfs);
   const std::vector<libfabric::Locality> localities = to_localities(tuples);
   std::vector<libfabric::NamedLocation> nics;
@@ -52,7 +52,8 @@ std::vector<std::tuple<std::vector<std::string>, std::string, int>> pick_nics(co
   std::vector<std::vector<int>> near(localities.size());
   for (std::size_t locality = 0; locality < localities.size(); ++locality) {
     picked.push_back(libfabric::pick_nics(topology, nics, localities, locality));
-    for (const std::size_t nic : picked.back().nics) near[locality].insert(near[locality].end(), nics[nic].location.cpus.begin(), nics[nic].location.cpus.end());
+    for (const std::size_t nic : picked.back().nics)
+      near[locality].insert(near[locality].end(), nics[nic].location.cpus.begin(), nics[nic].location.cpus.end());
     std::sort(near[locality].begin(), near[locality].end());
   }
   const std::vector<int> cpus = libfabric::pick_cpus(localities, near);
@@ -80,7 +81,8 @@ libfabric::Options to_options(const std::string& provider, const py::dict& given
     else if (name == "device_memory") options.device_memory = value.cast<bool>();
     else if (name == "peers_on_this_host") options.peers_on_this_host = value.cast<bool>();
     else if (name == "wheels") options.wheels = value.cast<std::vector<std::string>>();
-    else throw py::type_error("Fabric has no option '" + name + "': there are nics, endpoints, localities, locality, proxies, proxy, "
+    else
+      throw py::type_error("Fabric has no option '" + name + "': there are nics, endpoints, localities, locality, proxies, proxy, "
                               "address, device_memory, peers_on_this_host, wheels");
   }
   return options;
@@ -140,13 +142,15 @@ void bind_fabric(py::module_& m) {
   py::register_exception<FabricError>(m, "FabricError", PyExc_RuntimeError);
 
   m.def("libfabric_status", &libfabric_status, py::arg("wheels") = std::vector<std::string>{},
-        "Returns what libfabric offers on this machine: path, version, error, and for each provider available, nics, device_memory, why_not.");
+        "Returns what libfabric offers on this machine: path, version, error, and for each provider available, nics, "
+        "device_memory, why_not.");
   m.def(
-      "cleanup_dead_peer", [](const py::bytes& address) { return libfabric::cleanup_dead_peer(to_blob(address)); }, py::arg("address"), Unlocked(),
-      "Removes what a killed process left in /dev/shm; how many files. Of a living process, none.");
+      "cleanup_dead_peer", [](const py::bytes& address) { return libfabric::cleanup_dead_peer(to_blob(address)); },
+      py::arg("address"), Unlocked(), "Removes what a killed process left in /dev/shm; how many files. Of a living process, none.");
 
   m.def("pick_nics", &pick_nics, py::arg("names"), py::arg("localities"), py::arg("sysfs") = "/sys",
-        "Processes of a host are (PCI address of its GPU or \"\", its CPUs). Returns for each the NICs of these names that it takes, why, and the CPU of its proxy.");
+        "Processes of a host are (PCI address of its GPU or \"\", its CPUs). Returns for each the NICs of these names that it "
+        "takes, why, and the CPU of its proxy.");
 
   m.def(
       "pick_cpus",
@@ -175,8 +179,8 @@ void bind_fabric(py::module_& m) {
       .def("endpoint_name", &Fabric::endpoint_name, py::arg("endpoint"))
       .def("address", [](const Fabric& fabric) { return to_bytes(fabric.address()); })
       .def(
-          "insert_peer", [](Fabric& fabric, int peer, const py::bytes& address) { fabric.insert_peer(peer, to_blob(address)); }, py::arg("peer"),
-          py::arg("address"), Unlocked())
+          "insert_peer", [](Fabric& fabric, int peer, const py::bytes& address) { fabric.insert_peer(peer, to_blob(address)); },
+          py::arg("peer"), py::arg("address"), Unlocked())
       .def("remove_peer", &Fabric::remove_peer, py::arg("peer"), Unlocked())
       .def(
           "register_memory",
@@ -187,11 +191,14 @@ void bind_fabric(py::module_& m) {
           "Peers may write into the first `shared_bytes`. The memory must stay until unregister_memory or close.")
       .def("unregister_memory", &Fabric::unregister_memory, py::arg("region"), Unlocked())
       .def(
-          "import_region", [](const Fabric& fabric, int peer, const py::bytes& description) { return fabric.import_region(peer, to_blob(description)); },
+          "import_region",
+          [](const Fabric& fabric, int peer, const py::bytes& text) { return fabric.import_region(peer, to_blob(text)); },
           py::arg("peer"), py::arg("description"))
-      .def("poll", &poll, "Up to 64 completions, for tests: (kind, immediate or context, text of a failure). A proxy does this by itself.")
+      .def("poll", &poll,
+           "Up to 64 completions, for tests: (kind, immediate or context, text of a failure). A proxy does this by itself.")
       .def(
-          "close", [](Fabric& fabric) { libfabric_of(fabric).close(); }, Unlocked(), "Never waits for a peer. Nothing but close() may follow.")
+          "close", [](Fabric& fabric) { libfabric_of(fabric).close(); }, Unlocked(),
+          "Never waits for a peer. Nothing but close() may follow.")
       .def(
           "abandon", [](Fabric& fabric) { libfabric_of(fabric).abandon(); }, Unlocked(),
           "In place of close(), when the thread that drives it hangs: only its files in /dev/shm go.");
@@ -201,7 +208,8 @@ void bind_fabric(py::module_& m) {
       [](std::shared_ptr<Fabric> fabric, const std::string& options, int rank) -> std::shared_ptr<Fabric> {
         return std::make_shared<ChaosFabric>(std::move(fabric), parse_chaos(options), rank);
       },
-      py::arg("fabric"), py::arg("options"), py::arg("rank"), "The same fabric, misbehaving; see proxy/chaos.h. ValueError for options that are wrong.");
+      py::arg("fabric"), py::arg("options"), py::arg("rank"),
+      "The same fabric, misbehaving; see proxy/chaos.h. ValueError for options that are wrong.");
 }
 
 }  // namespace pplx

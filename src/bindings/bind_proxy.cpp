@@ -136,20 +136,25 @@ void bind_proxy(py::module_& m) {
   m.def("proxy_of", &proxy_of, py::arg("rank"), py::arg("peer"), py::arg("proxies"),
         "Index of the proxy that carries to and from that peer.");
   using Unlocked = py::call_guard<py::gil_scoped_release>;
-  py::class_<ProxyThread, std::shared_ptr<ProxyThread>>(m, "Proxy", "The thread that drives the fabric, one per Communicator and provider.")
-      .def(py::init<std::shared_ptr<Fabric>, std::uint64_t, int>(), py::arg("fabric"), py::arg("shard_bytes"), py::arg("cpu"), Unlocked())
+  py::class_<ProxyThread, std::shared_ptr<ProxyThread>>(m, "Proxy",
+                                                        "The thread that drives the fabric, one per Communicator and provider.")
+      .def(py::init<std::shared_ptr<Fabric>, std::uint64_t, int>(), py::arg("fabric"), py::arg("shard_bytes"), py::arg("cpu"),
+           Unlocked())
       .def(
           "insert_peer",
           [](ProxyThread& thread, int peer, const py::bytes& address) {
-            call(thread, "insert a peer", [peer, blob = to_blob(address)](Proxy&, Fabric& fabric) { fabric.insert_peer(peer, blob); });
+            const auto insert = [peer, blob = to_blob(address)](Proxy&, Fabric& fabric) { fabric.insert_peer(peer, blob); };
+            call(thread, "insert a peer", insert);
           },
           py::arg("peer"), py::arg("address"), Unlocked())
       .def("register_memory", &register_memory, py::arg("carried"), Unlocked())
       .def("attach", &attach, py::arg("carried"), py::arg("region"), py::arg("descriptions"))
       .def("detach", &detach, py::arg("carried"), py::arg("region"), py::arg("timeout"), Unlocked())
       .def("stats", [](ProxyThread& thread) { return stats(thread); })
-      .def("takes_turns", &ProxyThread::takes_turns, py::arg("within"), Unlocked(), "False if it hangs in the provider, or gets no core, for that many seconds.")
-      .def("close", &ProxyThread::close, py::arg("timeout") = 1.0, Unlocked(), "False if the thread hangs in the provider and was left behind.");
+      .def("takes_turns", &ProxyThread::takes_turns, py::arg("within"), Unlocked(),
+           "False if it hangs in the provider, or gets no core, for that many seconds.")
+      .def("close", &ProxyThread::close, py::arg("timeout") = 1.0, Unlocked(),
+           "False if the thread hangs in the provider and was left behind.");
 }
 
 }  // namespace pplx

@@ -69,7 +69,8 @@ class BoundStruct {
       if (PyErr_Occurred() != nullptr) return false;
       to = static_cast<Number>(value);
       if (value <= std::numeric_limits<Number>::max()) return true;
-      PyErr_Format(PyExc_OverflowError, "%llu is more than %llu", value, static_cast<unsigned long long>(std::numeric_limits<Number>::max()));
+      PyErr_Format(PyExc_OverflowError, "%llu is more than %llu", value,
+                   static_cast<unsigned long long>(std::numeric_limits<Number>::max()));
       return false;
     }
   }
@@ -82,7 +83,9 @@ class BoundStruct {
     else
       return PyLong_FromUnsignedLongLong(value);
   }
-  static PyObject* read(PyObject* self, void* field) { return static_cast<Field*>(field)->get(reinterpret_cast<Object*>(self)->value); }
+  static PyObject* read(PyObject* self, void* field) {
+    return static_cast<Field*>(field)->get(reinterpret_cast<Object*>(self)->value);
+  }
 
   static PyObject* make(PyObject*, PyObject* const* arguments, std::size_t count, PyObject* names);
   static bool fill(T& value, PyObject* const* arguments, PyObject* names);
@@ -111,12 +114,13 @@ void BoundStruct<T>::bind(pybind11::module_& m, const char* name, const char* do
     field.interned = PyUnicode_InternFromString(field.name);
     const bool must = field.presence == Presence::Required;
     if (must) required_ |= std::uint64_t{1} << i;
-    signature_ += std::string(", ") + field.name + ": " + field.type + (must ? "" : field.type == std::string("bool") ? " = False" : " = 0");
+    signature_ += std::string(", ") + field.name + ": " + field.type + (must ? "" : field.type == std::string("bool")
+        ? " = False" : " = 0");
   }
   signature_ += ") -> None\n";
   // Shows readers the signature; calls of the class go to make().
-  methods_[0] = {"__init__", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&documented_only)), METH_VARARGS | METH_KEYWORDS,
-                 signature_.c_str()};
+  methods_[0] = {"__init__", reinterpret_cast<PyCFunction>(reinterpret_cast<void (*)()>(&documented_only)),
+                 METH_VARARGS | METH_KEYWORDS, signature_.c_str()};
   for (Field& field : fields_) properties_.push_back({field.name, &read, nullptr, nullptr, &field});
   properties_.push_back({});
   PyType_Slot slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(&destroy)},
@@ -124,8 +128,8 @@ void BoundStruct<T>::bind(pybind11::module_& m, const char* name, const char* do
                          {Py_tp_methods, methods_},
                          {Py_tp_getset, properties_.data()},
                          {0, nullptr}};
-  PyType_Spec spec{name_.c_str(), sizeof(Object), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION,
-                   slots};
+  PyType_Spec spec{name_.c_str(), sizeof(Object), 0,
+                   Py_TPFLAGS_DEFAULT | Py_TPFLAGS_IMMUTABLETYPE | Py_TPFLAGS_DISALLOW_INSTANTIATION, slots};
   PyObject* const type = PyType_FromSpec(&spec);
   if (type == nullptr) throw pybind11::error_already_set();
   type_ = reinterpret_cast<PyTypeObject*>(type);

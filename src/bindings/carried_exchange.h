@@ -15,7 +15,8 @@ namespace pplx {
 struct CarriedExchange : Carried {
   CarriedExchange(const Config& config, cpu::Memory memory, std::vector<std::shared_ptr<Mapping>> mappings, unsigned threads,
                  double timeout)
-      : mappings(std::move(mappings)), own(memory.own), outputs(cpu_output_layout(config)), exchange(config, std::move(memory), threads, timeout) {}
+      : mappings(std::move(mappings)), own(memory.own), outputs(cpu_output_layout(config)),
+          exchange(config, std::move(memory), threads, timeout) {}
 
   const Config& config() const override { return exchange.config(); }
   std::uint32_t generation() const override { return exchange.generation(); }

@@ -23,7 +23,8 @@ PYBIND11_MODULE(_core, m) {
       "deadlines",
       [] {
         pybind11::list all;
-        for (const pplx::deadlines::Deadline* one : pplx::deadlines::kAll) all.append(pybind11::make_tuple(one->name, one->seconds, one->what));
+        for (const pplx::deadlines::Deadline* one : pplx::deadlines::kAll)
+          all.append(pybind11::make_tuple(one->name, one->seconds, one->what));
         return all;
       },
       "Name, seconds and meaning of every deadline of C++ code.");

@@ -62,7 +62,8 @@ std::vector<Blocks::Announced> Blocks::announced(std::uint32_t set, Op op) const
 }
 
 bool Blocks::have_left(const std::vector<Announced>& blocks) {
-  return std::all_of(blocks.begin(), blocks.end(), [](const Announced& block) { return has_left<HostAtomics>(block.entry, block.last); });
+  return std::all_of(blocks.begin(), blocks.end(),
+                     [](const Announced& block) { return has_left<HostAtomics>(block.entry, block.last); });
 }
 
 void Blocks::raise_at_peer(std::uint32_t step, Signal signal, std::uint32_t peer) {
@@ -84,7 +85,8 @@ void Blocks::publish(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_
 void Blocks::publish_pieces(std::uint32_t step, Op op, std::uint32_t peer, const BlockShape& shape, std::uint32_t count) {
   if (count == shape.pieces) {
     const BlockLayout block = block_layout(config_, op);
-    count_block(peer, shape.rows, std::uint64_t{shape.pieces} * block.header_bytes + std::uint64_t{shape.rows} * block.row_bytes, true);
+    count_block(peer, shape.rows, std::uint64_t{shape.pieces} * block.header_bytes + std::uint64_t{shape.rows} * block.row_bytes,
+                true);
   }
   const std::uint32_t set = set_of(config_, step), rows = shape.end(count - 1);
   if (mapped(peer)) {
@@ -104,8 +106,9 @@ void Blocks::publish_pieces(std::uint32_t step, Op op, std::uint32_t peer, const
 
 void Blocks::give_credit(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t count) {
   const std::uint32_t set = set_of(config_, step);
-  std::uint64_t* const at = mapped(peer) ? word(memory_.peers[peer], heap_.count_at(config_, heap_.consumed, set, op, config_.rank))
-                                         : word(memory_.own, heap_.mailbox + kWordBytes * heap_.credit_index(config_, set, op, peer));
+  std::uint64_t* const at = mapped(peer)
+                                ? word(memory_.peers[peer], heap_.count_at(config_, heap_.consumed, set, op, config_.rank))
+                                : word(memory_.own, heap_.mailbox + kWordBytes * heap_.credit_index(config_, set, op, peer));
   store_release(at, pieces_word(generation_, step, count));
 }
 
@@ -157,14 +160,16 @@ void Blocks::check_header(const BlockHeader& h, Phase phase, std::uint32_t step,
 void Blocks::check_pieces(const BlockHeader& h, Phase phase, Op op, std::uint32_t peer) const {
   const std::uint32_t expected = heap_.shape(h.rows).pieces;
   if (h.pieces != expected)
-    protocol_error(phase, h.step, peer, std::string(op_name(op)) + " header says pieces " + std::to_string(h.pieces) + ", expected " +
+    protocol_error(phase, h.step, peer,
+                   std::string(op_name(op)) + " header says pieces " + std::to_string(h.pieces) + ", expected " +
                                             std::to_string(expected));
 }
 
 void Blocks::check_piece(const BlockHeader& h, const BlockHeader& first, Phase phase, Op op, std::uint32_t peer,
                          std::uint32_t piece) const {
   const auto differs = [&](const char* field, std::uint64_t seen, std::uint64_t expected) {
-    protocol_error(phase, first.step, peer, std::string(op_name(op)) + " header of piece " + std::to_string(piece) + " says " + field + " " +
+    protocol_error(phase, first.step, peer,
+                   std::string(op_name(op)) + " header of piece " + std::to_string(piece) + " says " + field + " " +
                                                 std::to_string(seen) + ", expected " + std::to_string(expected));
   };
   if (h.step != first.step) differs("step", h.step, first.step);

@@ -1,4 +1,5 @@
-// The blocks that this rank sends and receives, and the words about them: in its own heap, and in those of the ranks that it has mapped.
+// The blocks that this rank sends and receives, and the words about them: in its own heap, and in those of the ranks that it has
+// mapped.
 #pragma once
 
 #include <algorithm>
@@ -72,7 +73,9 @@ class Blocks {
     return std::max(1u, count(heap_.pieces, step, op, peer));
   }
   // Pieces of a block that this rank sends: how many of them the peer has read, and how many have left for good.
-  std::uint32_t pieces_consumed(std::uint32_t step, Op op, std::uint32_t peer) const { return count(heap_.consumed, step, op, peer); }
+  std::uint32_t pieces_consumed(std::uint32_t step, Op op, std::uint32_t peer) const {
+    return count(heap_.consumed, step, op, peer);
+  }
   std::uint32_t pieces_left(std::uint32_t step, Op op, std::uint32_t peer) const { return count(heap_.left, step, op, peer); }
   Waiting waiting_for_piece(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t piece) const;
   Waiting waiting_for_credit(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t piece) const;
@@ -84,8 +87,8 @@ class Blocks {
   // Tells the peer that leading pieces of its block have been read.
   void give_credit(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t count);
 
-  // The blocks that this rank has announced to the proxy in (set, op) so far. Once have_left() says that they have left for good, their
-  // memory may be used again.
+  // The blocks that this rank has announced to the proxy in (set, op) so far. Once have_left() says that they have left for good,
+  // their memory may be used again.
   struct Announced {
     MailboxEntry entry;
     std::uint64_t last;
@@ -100,7 +103,8 @@ class Blocks {
   // Throws unless a checked header has the number of pieces that its rows make.
   void check_pieces(const BlockHeader& header, Phase phase, Op op, std::uint32_t peer) const;
   // Throws unless the header is that of a later piece of the block that `first` begins.
-  void check_piece(const BlockHeader& header, const BlockHeader& first, Phase phase, Op op, std::uint32_t peer, std::uint32_t piece) const;
+  void check_piece(const BlockHeader& header, const BlockHeader& first, Phase phase, Op op, std::uint32_t peer,
+                   std::uint32_t piece) const;
   // Throws unless the header fits this step's block of that peer, and is that of its first piece.
   void check_header(const BlockHeader& header, Phase phase, std::uint32_t step, Op op, std::uint32_t peer) const;
   // Throws if the replica's dispatch header tells of other tokens than this rank has.
@@ -116,7 +120,8 @@ class Blocks {
   static std::uint64_t* word(char* heap, std::uint64_t at) { return reinterpret_cast<std::uint64_t*>(heap + at); }
   void rebuild_order();
   std::uint32_t count(std::uint64_t words, std::uint32_t step, Op op, std::uint32_t peer) const {
-    return pieces_in(load_acquire(word(memory_.own, heap_.count_at(config_, words, set_of(config_, step), op, peer))), generation_, step);
+    return pieces_in(load_acquire(word(memory_.own, heap_.count_at(config_, words, set_of(config_, step), op, peer))), generation_,
+                     step);
   }
 
   const Config config_;

@@ -16,7 +16,8 @@ class CombineRecv final : public StagedRun {
   enum Stages { kBlocks, kTokens, kSlices };
 
   // Only stages `first` to `last`: in pieces, add_tokens() does what comes between kBlocks and kSlices.
-  CombineRecv(Blocks& blocks, std::uint32_t step, const OpenStep& open, const Result& output, Stages first = kBlocks, Stages last = kSlices)
+  CombineRecv(Blocks& blocks, std::uint32_t step, const OpenStep& open, const Result& output, Stages first = kBlocks,
+              Stages last = kSlices)
       : b_(blocks), c_(blocks.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), plan_(*open.input.plan),
         own_(plan_.slice.tokens(plan_.tokens)), released_(open.released), has_tail_(open.has_tail), out_(output),
         block_(combine_block(c_)), first_(first), last_(last) {}
@@ -97,7 +98,8 @@ class CombineRecv final : public StagedRun {
     switch (stage) {
       case kBlocks: read_header(group); break;
       case kTokens:
-        add_tokens(unit * tokens_per_unit_, std::min(own_, (unit + 1) * tokens_per_unit_), [this](std::uint32_t ref) { return row_of(ref); });
+        add_tokens(unit * tokens_per_unit_, std::min(own_, (unit + 1) * tokens_per_unit_),
+                   [this](std::uint32_t ref) { return row_of(ref); });
         break;
       default: read_slice(b_.replicas()[group], unit);
     }
@@ -113,7 +115,8 @@ class CombineRecv final : public StagedRun {
     std::memcpy(&header, b_.own_slot(set_, Op::Combine, peer), sizeof header);
     b_.check_header(header, Phase::CombineRecv, step_, Op::Combine, peer);
     b_.check_pieces(header, Phase::CombineRecv, Op::Combine, peer);
-    const std::uint32_t mine = (released_ ? kReleased : 0u) | (has_tail_ ? kHasTail : 0u), theirs = header.flags & (kReleased | kHasTail);
+    const std::uint32_t mine = (released_ ? kReleased : 0u) | (has_tail_ ? kHasTail : 0u);
+    const std::uint32_t theirs = header.flags & (kReleased | kHasTail);
     if (theirs != mine) b_.protocol_error(Phase::CombineRecv, step_, peer, difference_text(mine, theirs));
     const std::uint32_t expected = released_ ? 0 : plan_.rows(peer);
     if (header.rows != expected)
@@ -191,8 +194,8 @@ class CombineRecv final : public StagedRun {
 
 // ---- in pieces -----------------------------------------------------------------------------------------------------------
 
-// Adds up tokens in order, as soon as all rows of the next ones are there: rows of a block are in the order of tokens, so what has been
-// added frees the pieces that the next tokens need. Sends the rest of this rank's pieces beside that.
+// Adds up tokens in order, as soon as all rows of the next ones are there: rows of a block are in the order of tokens, so what has
+// been added frees the pieces that the next tokens need. Sends the rest of this rank's pieces beside that.
 class CombineRecvInPieces final : public PieceRun {
  public:
   CombineRecvInPieces(Blocks& blocks, std::uint32_t step, const OpenStep& open, const Result& output)
@@ -219,7 +222,8 @@ class CombineRecvInPieces final : public PieceRun {
  private:
   struct In {
     In(Blocks& blocks, const BlockHeader& first) : arrivals(blocks, Phase::CombineRecv, Op::Combine, first) {
-      for (std::uint32_t p = 0; p < arrivals.shape().pieces; ++p) rows_left.push_back(arrivals.shape().end(p) - arrivals.shape().begin(p));
+      for (std::uint32_t p = 0; p < arrivals.shape().pieces; ++p)
+        rows_left.push_back(arrivals.shape().end(p) - arrivals.shape().begin(p));
     }
     PieceArrivals arrivals;
     std::vector<std::uint32_t> rows_left;   // indexed by piece

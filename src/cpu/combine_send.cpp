@@ -1,5 +1,5 @@
-// combine_send: returns one row per row received, the weighted sum over the row's local experts. With weights= a rank first sends its
-// tokens' weights to the ranks that have the rows, and waits for its peers' weights.
+// combine_send: returns one row per row received, the weighted sum over the row's local experts. With weights= a rank first sends
+// its tokens' weights to the ranks that have the rows, and waits for its peers' weights.
 #include <cstring>
 
 #include "exchange.h"
@@ -69,7 +69,8 @@ class CombineWriter {
     std::memcpy(&header, b_.own_slot(set_, Op::Weights, peer), sizeof header);
     b_.check_header(header, Phase::Weights, step_, Op::Weights, peer);
     if (header.rows != rows(peer))
-      b_.protocol_error(Phase::Weights, step_, peer, "weights for " + std::to_string(header.rows) + " rows of " + std::to_string(rows(peer)));
+      b_.protocol_error(Phase::Weights, step_, peer,
+                        "weights for " + std::to_string(header.rows) + " rows of " + std::to_string(rows(peer)));
   }
 
  private:
@@ -140,8 +141,8 @@ class CombineWriter {
 class CombineSend final : public StagedRun {
  public:
   CombineSend(Blocks& blocks, std::uint32_t step, const ExpertOutputs& input, std::uint32_t flags)
-      : b_(blocks), c_(blocks.config()), step_(step), set_(set_of(c_, step)), writer_(blocks, step, input, flags), in_(writer_.input()),
-        block_(combine_block(c_)), weights_block_(weights_block(c_)) {}
+      : b_(blocks), c_(blocks.config()), step_(step), set_(set_of(c_, step)), writer_(blocks, step, input, flags),
+        in_(writer_.input()), block_(combine_block(c_)), weights_block_(weights_block(c_)) {}
 
  private:
   enum Stages { kWeights, kRows };
@@ -240,14 +241,17 @@ class CombineSending final : public PieceSending {
     if (piece == 0 && writer_.input().uses_weights) writer_.check_weights(peer);
     writer_.write_header(shape.rows, to, piece, shape.pieces);
   }
-  void write_rows(std::uint32_t peer, std::uint32_t begin, std::uint32_t end, char* to) override { writer_.write_rows(peer, begin, end, to); }
+  void write_rows(std::uint32_t peer, std::uint32_t begin, std::uint32_t end, char* to) override {
+    writer_.write_rows(peer, begin, end, to);
+  }
 
   const CombineWriter writer_;
 };
 
 class CombineSendInPieces final : public PieceRun {
  public:
-  CombineSendInPieces(Blocks& blocks, std::uint32_t step, const ExpertOutputs& input, std::uint32_t flags, std::shared_ptr<PieceSending> sending)
+  CombineSendInPieces(Blocks& blocks, std::uint32_t step, const ExpertOutputs& input, std::uint32_t flags,
+                      std::shared_ptr<PieceSending> sending)
       : weights_(blocks, step, input, flags), sending_(std::move(sending)) {}
 
   Waiting waiting() override {

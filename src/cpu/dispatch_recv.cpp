@@ -1,4 +1,5 @@
-// dispatch_recv: computes the experts' offsets from all headers; then places each peer's rows as its block, or a piece of it, arrives.
+// dispatch_recv: computes the experts' offsets from all headers; then places each peer's rows as its block, or a piece of it,
+// arrives.
 #include <algorithm>
 #include <cstring>
 #include <deque>
@@ -70,7 +71,8 @@ class DispatchRecv final : public StagedRun {
       return;
     }
     const std::uint32_t begin = unit * rows_per_unit_;
-    place_rows(peer, begin, std::min(rows_[peer], begin + rows_per_unit_), b_.own_slot(set_, Op::Dispatch, peer) + block_.row_at(begin));
+    place_rows(peer, begin, std::min(rows_[peer], begin + rows_per_unit_),
+               b_.own_slot(set_, Op::Dispatch, peer) + block_.row_at(begin));
   }
 
   void finished(int stage, std::uint32_t group) override {
@@ -150,7 +152,8 @@ class DispatchRecv final : public StagedRun {
     const bool compact = c_.layout == LayoutKind::Compact;
     for (std::uint32_t at = begin; at < end; ++at)
       for (std::uint32_t i = 0, n = compact ? 1 : count_choices(received_->choices[at]); i < n; ++i)
-        if (const std::uint32_t place = received_->place[compact ? at : std::size_t{at} * c_.top_k + i]; place != Received::kNowhere)
+        if (const std::uint32_t place = received_->place[compact ? at : std::size_t{at} * c_.top_k + i];
+            place != Received::kNowhere)
           add(hook_arrived_at(c_) + hook_word_of(c_, place), 1);
   }
 
@@ -221,7 +224,8 @@ class DispatchRecv final : public StagedRun {
     for (std::uint32_t i = 0; i < n; ++i) {
       const std::uint32_t expert = route_expert(entries[i].place);
       const std::uint32_t place = base_[std::size_t{peer} * experts_ + expert] + route_index(entries[i].place);
-      const bool fits = c_.layout == LayoutKind::Padded ? place - expert * c_.max_per_expert < c_.max_per_expert : place < c_.max_rows;
+      const bool fits =
+          c_.layout == LayoutKind::Padded ? place - expert * c_.max_per_expert < c_.max_per_expert : place < c_.max_rows;
       received_->place[std::size_t{at} * c_.top_k + i] = fits ? place : Received::kNowhere;
       received_->weight[std::size_t{at} * c_.top_k + i] = entries[i].weight;
       if (!fits) continue;
@@ -317,7 +321,8 @@ class DispatchRecvInPieces final : public PieceRun {
         };
         const auto placed = [&](std::uint32_t pieces) {
           in.arrivals.have_read(pieces);
-          if (pieces == in.rows.shape().pieces) b_.count_block(in.arrivals.peer(), in.rows.shape().rows, in.arrivals.bytes(), false);
+          if (pieces == in.rows.shape().pieces)
+            b_.count_block(in.arrivals.peer(), in.rows.shape().rows, in.arrivals.bytes(), false);
         };
         progress |= in.rows.advance(in.rows.shape().pieces, may, place, placed);
         all &= in.rows.finished() == in.rows.shape().pieces;

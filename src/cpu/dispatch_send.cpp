@@ -1,5 +1,5 @@
-// dispatch_send: sends headers first, then every peer's rows, peers from rank + 1 on. Each block is published when it is complete, or with
-// each piece that is.
+// dispatch_send: sends headers first, then every peer's rows, peers from rank + 1 on. Each block is published when it is complete,
+// or with each piece that is.
 #include <cstring>
 
 #include "exchange.h"
@@ -45,7 +45,8 @@ class DispatchWriter {
   // Rows begin to end - 1 of the block for a peer, one behind the other from `to` on.
   void write_rows(std::uint32_t peer, std::uint32_t begin, std::uint32_t end, char* to) const {
     const bool payload = peer != c_.rank || !own_rows_in_x_;
-    const bool streams = payload && b_.mapped(peer);   // past the caches, since a peer's core reads it; the proxy reads from the caches
+    // Past the caches, since a peer's core reads it; the proxy reads from the caches
+    const bool streams = payload && b_.mapped(peer);
     for (std::uint32_t row = begin; row < end; ++row, to += block_.row_bytes) {
       const std::uint32_t token = plan_.row_token[plan_.rows_begin[peer] + row];
       if (payload) write_payload(streams ? k_.stream : k_.copy, to, token);
@@ -175,7 +176,8 @@ class DispatchSend final : public StagedRun {
 class DispatchSending final : public PieceSending {
  public:
   DispatchSending(Blocks& blocks, std::uint32_t step, const OpenStep& open)
-      : PieceSending(blocks, step, Op::Dispatch, rows_of_peers(blocks, *open.input.plan)), b_(blocks), writer_(blocks, step, open) {}
+      : PieceSending(blocks, step, Op::Dispatch, rows_of_peers(blocks, *open.input.plan)), b_(blocks),
+          writer_(blocks, step, open) {}
 
  private:
   static std::vector<std::uint32_t> rows_of_peers(const Blocks& blocks, const Plan& plan) {
@@ -186,7 +188,9 @@ class DispatchSending final : public PieceSending {
   void write_header(std::uint32_t peer, const BlockShape&, std::uint32_t piece, char* to) override {
     if (piece > 0 || !b_.mapped(peer)) writer_.write_header(peer, to, piece);   // else it is there, and may be read already
   }
-  void write_rows(std::uint32_t peer, std::uint32_t begin, std::uint32_t end, char* to) override { writer_.write_rows(peer, begin, end, to); }
+  void write_rows(std::uint32_t peer, std::uint32_t begin, std::uint32_t end, char* to) override {
+    writer_.write_rows(peer, begin, end, to);
+  }
 
   const Blocks& b_;
   const DispatchWriter writer_;
@@ -194,7 +198,8 @@ class DispatchSending final : public PieceSending {
 
 class DispatchSendInPieces final : public PieceRun {
  public:
-  DispatchSendInPieces(Blocks& blocks, std::uint32_t step, const OpenStep& open) : quantise_(blocks, step, open), sending_(open.sending) {}
+  DispatchSendInPieces(Blocks& blocks, std::uint32_t step, const OpenStep& open)
+      : quantise_(blocks, step, open), sending_(open.sending) {}
 
   Waiting waiting() override {
     const Waiting w = quantise_.waiting();
@@ -208,8 +213,8 @@ class DispatchSendInPieces final : public PieceRun {
   const std::shared_ptr<PieceSending> sending_;
 };
 
-// A reader that unpacks only the exponents of such scales would misread anything but a power of two. Zero is allowed, beside rows that
-// hold nothing.
+// A reader that unpacks only the exponents of such scales would misread anything but a power of two. Zero is allowed, beside rows
+// that hold nothing.
 void check_scales(const Config& c, const Tokens& input) {
   for (std::uint32_t t = 0; t < input.plan->tokens; ++t)
     for (std::uint32_t i = 0; i < scales_per_row(c); ++i) {

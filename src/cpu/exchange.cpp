@@ -11,8 +11,8 @@ double Exchange::steady_clock() {
 }
 
 Exchange::Exchange(const Config& config, Memory memory, unsigned threads, double timeout_seconds, Clock clock)
-    : blocks_(config, std::move(memory)), failures_(blocks_, clock), pool_(threads > 0 ? threads - 1 : 0), timeout_(timeout_seconds),
-      now_(std::move(clock)), steps_(blocks_.config()) {}
+    : blocks_(config, std::move(memory)), failures_(blocks_, clock), pool_(threads > 0 ? threads - 1 : 0),
+      timeout_(timeout_seconds), now_(std::move(clock)), steps_(blocks_.config()) {}
 
 // ---- blocking calls ----------------------------------------------------------------------------------------------------
 
@@ -25,12 +25,14 @@ bool Exchange::poll(PhaseRun& phase_run, Phase phase, std::uint32_t step, Since&
   try {
     if (phase_run.poll()) return true;
     if (closed_.load(std::memory_order_acquire))
-      throw Closed(std::string(phase_name(phase)) + ": this AllToAll was closed while the call waited (step " + std::to_string(step) + ")");
+      throw Closed(std::string(phase_name(phase)) + ": this AllToAll was closed while the call waited (step " +
+                   std::to_string(step) + ")");
     const double at = now_();
     if (since.last > 0 && at - since.last > deadlines::kAway.seconds) since.begun += at - since.last;
     since.last = at;
     if (failures_.someone_is_busy(at)) since.begun = at;   // the time begins when no rank is busy
-    failures_.look(phase_run, phase, step, at - since.begun, timeout_ * (steps_.book().is_first() ? deadlines::kFirstStepFactor : 1));
+    failures_.look(phase_run, phase, step, at - since.begun,
+                   timeout_ * (steps_.book().is_first() ? deadlines::kFirstStepFactor : 1));
     return false;
   } catch (const PeerFailure& failure) {
     failures_.latch(failure);

@@ -41,8 +41,8 @@ class Exchange {
   // callers that would have to undo something then.
   void check_order(std::uint32_t step, Phase receives) const;
 
-  // The phases for a caller that owns the clock and polls them. Call finish_...() once poll() has returned true. poll() latches and throws
-  // what fails the phase, including a timeout that counts from `begun`.
+  // The phases for a caller that owns the clock and polls them. Call finish_...() once poll() has returned true. poll() latches and
+  // throws what fails the phase, including a timeout that counts from `begun`.
   bool poll(PhaseRun& phase_run, Phase phase, std::uint32_t step, double begun);
   double now() const { return now_(); }
   std::unique_ptr<PhaseRun> start_dispatch_send(const Tokens& input, std::uint32_t* step);
@@ -56,7 +56,8 @@ class Exchange {
 
   // Safe from any thread. A failure latches: every later call throws it.
   Failures& failures() { return failures_; }
-  void close() { closed_.store(true, std::memory_order_release); }   // calls that other threads wait in throw Closed, and all later ones
+  // Calls that other threads wait in throw Closed, and all later ones
+  void close() { closed_.store(true, std::memory_order_release); }
   // Throws once if some rank reported an overflow at the end of a step; every rank's next call does.
   void raise_notice() { blocks_.raise_notices(); }
 

@@ -75,7 +75,8 @@ void Failures::raise(Phase phase, std::uint32_t step) {
     if (word == 0) return;
     const Abort a = read_abort(word, c.world);
     std::string message = first_.text(word, c);
-    if (phase != Phase::None) message += ", while " + rank_text(c.rank) + " was in " + phase_name(phase) + " of step " + std::to_string(step);
+    if (phase != Phase::None)
+      message += ", while " + rank_text(c.rank) + " was in " + phase_name(phase) + " of step " + std::to_string(step);
     // A death has no step of its own: take that in which this rank noticed it.
     const bool here = a.phase == Phase::None;
     failure_ = std::make_unique<PeerFailure>(message, a.reason, a.peer, here ? phase : a.phase, here ? step : a.step);
@@ -107,8 +108,10 @@ void Failures::look(PhaseRun& run, Phase phase, std::uint32_t step, double waite
   if (w.peer == kNoRank) return;   // no longer blocked
   const std::uint32_t rank = blocks_.config().rank;
   const std::string over = over_text(first_.network_of(w.peer));
-  const std::string peer = rank_text(w.peer) + over, piece = w.piece == Waiting::kNoPiece ? "" : "piece " + std::to_string(w.piece) + " of ";
-  const std::string waits = "waiting for " + (w.to_be_read ? peer + " to read " + piece + w.what : piece + w.what + " of " + peer) + " in " +
+  const std::string peer = rank_text(w.peer) + over;
+  const std::string piece = w.piece == Waiting::kNoPiece ? "" : "piece " + std::to_string(w.piece) + " of ";
+  const std::string waits = "waiting for " +
+                            (w.to_be_read ? peer + " to read " + piece + w.what : piece + w.what + " of " + peer) + " in " +
                             phase_name(phase) + ", step " + std::to_string(step);
   const std::string expected = piece.empty() ? word_text(w.expected) : "piece " + std::to_string(w.piece);
   const std::string seen = piece.empty() ? word_text(w.seen) : std::to_string(w.seen) + " before it";
@@ -130,7 +133,8 @@ void Failures::look(PhaseRun& run, Phase phase, std::uint32_t step, double waite
 
 std::uint64_t Failures::seen() {
   const std::uint64_t* const at = own_word();
-  if (load_acquire(at) == 0 && network_is_lost_.load(std::memory_order_acquire) && now_() - lost_at_ > deadlines::kDeathGrace.seconds) {
+  if (load_acquire(at) == 0 && network_is_lost_.load(std::memory_order_acquire) &&
+      now_() - lost_at_ > deadlines::kDeathGrace.seconds) {
     const std::uint32_t peer = lost_network_.abort.peer;
     const bool left = peer < left_at_.size() && left_at_[peer].load(std::memory_order_acquire) >= 0;
     const LostNetwork told = left ? lost_network_.after_goodbye() : lost_network_;

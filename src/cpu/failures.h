@@ -23,7 +23,8 @@ class Failures {
 
   // Safe from any thread, and from the proxy. A network that was lost long enough before comes first.
   void fail(const Abort& abort, const std::string& message);
-  // Reports a failed write. It takes effect a little later: mostly a death is the cause, and the control connection names the dead rank.
+  // Reports a failed write. It takes effect a little later: mostly a death is the cause, and the control connection names the dead
+  // rank.
   void lost_network(const Abort& abort, const std::string& message);
   void peer_left(std::uint32_t peer);
   void peer_busy(std::uint32_t peer, bool busy);   // it lives, and says that it comes later: no rank is blamed meanwhile

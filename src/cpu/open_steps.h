@@ -67,7 +67,8 @@ class OpenSteps {
     for (const OpenStep& open : by_set_)
       if (open.progress != Progress::Closed && step_difference(open.step, step) < 0 && !(open.*begun))
         throw Misuse(std::string(call) + ": step " + std::to_string(step) + " before step " + std::to_string(open.step) +
-                     ", but with slot_bytes=" + std::to_string(config_.slot_bytes) + " blocks go in pieces, and steps are received in order");
+                     ", but with slot_bytes=" + std::to_string(config_.slot_bytes) +
+                     " blocks go in pieces, and steps are received in order");
   }
 
   void close(std::uint32_t step) {

@@ -1,5 +1,5 @@
-// A phase on its way. Any number of threads may poll(): each claims units of work that can be done now, and returns when there are none.
-// A blocking call is a loop around poll(); a simulation calls it when it likes.
+// A phase on its way. Any number of threads may poll(): each claims units of work that can be done now, and returns when there are
+// none. A blocking call is a loop around poll(); a simulation calls it when it likes.
 //
 // A staged run is a sequence of stages; a stage has groups of units; a group may have to wait for one peer. The units of one stage
 // touch no memory in common.
@@ -69,11 +69,13 @@ class StagedRun : public PhaseRun {
   }
 
  protected:
-  // The units of each group of a stage. Called once per stage, by one thread, after all units of the stage before. False: no such stage.
+  // The units of each group of a stage. Called once per stage, by one thread, after all units of the stage before. False: no such
+  // stage.
   virtual bool begin(int stage, std::vector<std::uint32_t>& units) = 0;
   virtual bool ready(int, std::uint32_t) { return true; }              // several threads may call it; true stays true
   virtual void run(int stage, std::uint32_t group, std::uint32_t unit) = 0;
-  virtual void finished(int, std::uint32_t) {}                         // called after a group's last unit; also for a group without units
+  // Called after a group's last unit; also for a group without units
+  virtual void finished(int, std::uint32_t) {}
   virtual Waiting waiting_of(int, std::uint32_t) const { return {}; }
 
  private:

@@ -1,4 +1,5 @@
-// The pieces of one peer's block, as they come: that their headers fit, where their rows lie, and the credits for those that have been read.
+// The pieces of one peer's block, as they come: that their headers fit, where their rows lie, and the credits for those that have
+// been read.
 #pragma once
 
 #include <cstring>

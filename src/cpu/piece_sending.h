@@ -1,5 +1,5 @@
-// The send side of one operation of a step in pieces. Both halves of the operation share it: the send half sends what needs no credit, the
-// receive half the rest, beside what it receives.
+// The send side of one operation of a step in pieces. Both halves of the operation share it: the send half sends what needs no
+// credit, the receive half the rest, beside what it receives.
 #pragma once
 
 #include <deque>
@@ -40,7 +40,9 @@ class PieceSending {
 
   bool may_write(const Out& out, std::uint32_t piece);
   bool place_has_left(const Out& out, std::uint32_t piece) const;
-  static std::uint32_t most(const Out& out, bool first) { return first ? std::min(kPlaces, out.stream.shape().pieces) : out.stream.shape().pieces; }
+  static std::uint32_t most(const Out& out, bool first) {
+    return first ? std::min(kPlaces, out.stream.shape().pieces) : out.stream.shape().pieces;
+  }
 
   Blocks& b_;
   const std::uint32_t step_, set_;

@@ -1,4 +1,5 @@
-// The rows of one block, piece by piece: claimed by threads in units, in order, and finished in any order. A unit lies in one piece.
+// The rows of one block, piece by piece: claimed by threads in units, in order, and finished in any order. A unit lies in one
+// piece.
 #pragma once
 
 #include <algorithm>
@@ -27,8 +28,8 @@ class PieceStream {
   // The piece whose rows are claimed next; behind the last one when all are.
   std::uint32_t next() const { return piece_.load(std::memory_order_acquire); }
 
-  // Claims all that is below `most` pieces and that `may(piece)` allows, and gives it to `work(unit)`. `finished(pieces)` is called with
-  // how many leading pieces are done, each time that there are more; one call at a time. True if there was anything to do.
+  // Claims all that is below `most` pieces and that `may(piece)` allows, and gives it to `work(unit)`. `finished(pieces)` is called
+  // with how many leading pieces are done, each time that there are more; one call at a time. True if there was anything to do.
   template <typename May, typename Work, typename Finished>
   bool advance(std::uint32_t most, May&& may, Work&& work, Finished&& finished) {
     bool progress = false;

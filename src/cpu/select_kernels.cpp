@@ -18,7 +18,8 @@ const Kernels* kernels_named(const char* isa) {
                    __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("f16c")
                ? &avx512::table
                : nullptr;
-  if (std::strcmp(isa, "avx2") == 0) return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")
+  if (std::strcmp(isa, "avx2") == 0)
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")
                                                   ? &avx2::table : nullptr;
 #endif
   return std::strcmp(isa, "baseline") == 0 ? &baseline::table : nullptr;

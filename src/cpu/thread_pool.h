@@ -14,10 +14,10 @@
 namespace pplx::cpu {
 
 // sched_yield after a few tries: ranks may be more than cores, and a spinning thread would hold up the one it waits for.
-// It naps only after a long wait, because a thread that wakes stands behind all that yield. With four ranks and their proxies on two
-// busy cores, naps of 5 us after 50 us of waiting made a round trip of one token five times as long or more, one of 128 tokens two to
-// three times. But then it must nap: where some twenty threads do nothing but yield, Linux 6.18 lets others wait for half a minute, its
-// own workers ("workqueue lockup") and ranks that all others wait for.
+// It naps only after a long wait, because a thread that wakes stands behind all that yield. With four ranks and their proxies on
+// two busy cores, naps of 5 us after 50 us of waiting made a round trip of one token five times as long or more, one of 128 tokens
+// two to three times. But then it must nap: where some twenty threads do nothing but yield, Linux 6.18 lets others wait for half a
+// minute, its own workers ("workqueue lockup") and ranks that all others wait for.
 class Backoff {
  public:
   void pause();
@@ -40,8 +40,8 @@ class ThreadPool {
 
   unsigned helpers() const { return static_cast<unsigned>(state_->threads.size()); }
 
-  // While it lives, the helpers work on `phase`; afterwards none does. A pool that is busy with another phase leaves this one to its
-  // caller.
+  // While it lives, the helpers work on `phase`; afterwards none does. A pool that is busy with another phase leaves this one to
+  // its caller.
   class Help {
    public:
     Help(ThreadPool& pool, PhaseRun& phase);

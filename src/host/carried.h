@@ -17,7 +17,8 @@ class Carried {
   virtual std::uint32_t generation() const = 0;
   virtual char* memory() const = 0;              // a Heap
   virtual std::size_t bytes() const = 0;
-  // GPU memory that holds the blocks, at the offsets that they would have in memory(). The words stay in memory(). None: so do the blocks.
+  // GPU memory that holds the blocks, at the offsets that they would have in memory(). The words stay in memory(). None: so do the
+  // blocks.
   virtual std::optional<DeviceMemory> blocks() const { return {}; }
   // GPU memory that holds the arrival words, at the offsets that they would have in memory(), mapped so that this process writes it
   // through PCIe. Null: the words are in memory().

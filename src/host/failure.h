@@ -44,8 +44,8 @@ inline Abort abort_named(const std::string& reason, int origin, int peer, std::u
           Phase::None, rank(origin), rank(peer), step};
 }
 
-// Reads an abort word that came from elsewhere. A rank that does not exist counts as unknown: passed on as it is, others would take this
-// rank's own message for damaged.
+// Reads an abort word that came from elsewhere. A rank that does not exist counts as unknown: passed on as it is, others would take
+// this rank's own message for damaged.
 inline Abort read_abort(std::uint64_t word, std::uint32_t world) {
   Abort a = read_abort(word);
   if (a.origin >= world) a.origin = kNoRank;
@@ -70,8 +70,10 @@ inline std::string abort_text(const Abort& a, const std::string& network = "") {
   switch (a.reason) {
     case AbortReason::Death: return rank_text(a.peer) + " died" + where;
     case AbortReason::Timeout:
-      if (a.peer == a.origin) return rank_text(a.origin) + " gave up waiting for its own kernels" + where + "; timeout= allows more";
-      return rank_text(a.origin) + " gave up waiting for " + rank_text(a.peer) + over_text(network) + where + "; timeout= allows more";
+      if (a.peer == a.origin)
+        return rank_text(a.origin) + " gave up waiting for its own kernels" + where + "; timeout= allows more";
+      return rank_text(a.origin) + " gave up waiting for " + rank_text(a.peer) + over_text(network) + where +
+             "; timeout= allows more";
     case AbortReason::Fabric:
       return a.peer == a.origin ? rank_text(a.origin) + " lost the network" + where
                                 : rank_text(a.origin) + " lost the network to " + rank_text(a.peer) + where;
@@ -82,7 +84,8 @@ inline std::string abort_text(const Abort& a, const std::string& network = "") {
     case AbortReason::User:
     case AbortReason::None: break;
   }
-  return rank_text(a.origin) + " aborted" + (a.peer == a.origin || a.peer == kNoRank ? "" : " because of " + rank_text(a.peer)) + where;
+  return rank_text(a.origin) + " aborted" + (a.peer == a.origin || a.peer == kNoRank ? "" : " because of " + rank_text(a.peer)) +
+         where;
 }
 
 // A mistake that only the device sees, because the host does not count graph replays.

@@ -1,5 +1,5 @@
-// Tells a process from the children that are forked off it. A child has copies of all objects, but none of the threads, no lock that
-// a thread held, and not the memory that is mapped for the parent only: what needs any of these it leaves alone.
+// Tells a process from the children that are forked off it. A child has copies of all objects, but none of the threads, no lock
+// that a thread held, and not the memory that is mapped for the parent only: what needs any of these it leaves alone.
 #pragma once
 
 #include <unistd.h>

@@ -1,4 +1,5 @@
-// A write that failed. It counts a little later, after kDeathGrace: mostly its cause is a death, and what tells of that names the rank.
+// A write that failed. It counts a little later, after kDeathGrace: mostly its cause is a death, and what tells of that names the
+// rank.
 #pragma once
 
 #include <chrono>

@@ -30,8 +30,10 @@ inline void raise_notices(Notices& notices, const Config& c) {
   if (overflowed != 0)
     throw Misuse("the output buffer of " + rank_text(overflowed - 1) +
                  " was too small in an earlier step: rows that did not fit counted as zero. Give the layout a larger " +
-                 (c.layout == LayoutKind::Padded ? "Padded(max_tokens_per_expert=...)" : "max_rows") + " (d.counts holds the true counts).");
-  throw Misuse("expert_out or tail of an earlier combine had fewer rows than its dispatch had filled: the missing ones counted as zero");
+                 (c.layout == LayoutKind::Padded ? "Padded(max_tokens_per_expert=...)" : "max_rows") +
+                 " (d.counts holds the true counts).");
+  throw Misuse(
+      "expert_out or tail of an earlier combine had fewer rows than its dispatch had filled: the missing ones counted as zero");
 }
 
 }  // namespace pplx

@@ -53,7 +53,8 @@ inline const char* payload_dtype(const Config& c) {
 inline OutputLayout output_parts(const Config& c) {
   const bool padded = c.layout == LayoutKind::Padded, compact = c.layout == LayoutKind::Compact;
   const std::uint64_t experts = local_experts(c, c.rank), each = scale_bytes_each(c.wire);
-  const std::vector<std::uint64_t> rows = padded ? std::vector<std::uint64_t>{experts, c.max_per_expert} : std::vector<std::uint64_t>{c.max_rows};
+  const std::vector<std::uint64_t> rows =
+      padded ? std::vector<std::uint64_t>{experts, c.max_per_expert} : std::vector<std::uint64_t>{c.max_rows};
   const auto of_rows = [&](std::uint64_t columns) {
     std::vector<std::uint64_t> shape = rows;
     shape.push_back(columns);

@@ -43,7 +43,8 @@ void begin(int device, unsigned flags, nvshmemx_init_attr_t* attributes) {
 
 void init(int device, const std::string& id, int rank, int world) {
   nvshmemx_uniqueid_t unique = NVSHMEMX_UNIQUEID_INITIALIZER;
-  if (id.size() != sizeof unique) throw CudaError("a unique id of NVSHMEM has " + std::to_string(sizeof unique) + " bytes, not " + std::to_string(id.size()));
+  if (id.size() != sizeof unique)
+    throw CudaError("a unique id of NVSHMEM has " + std::to_string(sizeof unique) + " bytes, not " + std::to_string(id.size()));
   std::memcpy(&unique, id.data(), sizeof unique);
   nvshmemx_init_attr_t attributes = NVSHMEMX_INIT_ATTR_INITIALIZER;
   nvshmemx_set_attr_uniqueid_args(rank, world, &unique, &attributes);
@@ -53,7 +54,8 @@ void init(int device, const std::string& id, int rank, int world) {
 // Attaches to an NVSHMEM that another library of this process has begun: this module's kernels have a device state of their own.
 void attach(int device) { begin(device, 0, nullptr); }
 
-// One that the default stream does not order: that may have a step of another AllToAll in front, which waits for a rank that is here.
+// One that the default stream does not order: that may have a step of another AllToAll in front, which waits for a rank that is
+// here.
 class OwnStream {
  public:
   OwnStream() { check(cudaStreamCreateWithFlags(&stream_, cudaStreamNonBlocking), "cudaStreamCreate"); }
@@ -153,7 +155,7 @@ void bind_carrier(py::module_& m) {
         "The address of zeroed symmetric memory, or 0. Collective over all PEs; may wait for ever for one that does not come.");
   m.def(
       "reached_at",
-      [](std::uintptr_t address, int pe) { return reinterpret_cast<std::uintptr_t>(nvshmem_ptr(reinterpret_cast<void*>(address), pe)); },
+      [](std::uintptr_t at, int pe) { return reinterpret_cast<std::uintptr_t>(nvshmem_ptr(reinterpret_cast<void*>(at), pe)); },
       py::arg("address"), py::arg("pe"), "Address at which this GPU's stores reach that place of a PE; 0: none.");
 }
 

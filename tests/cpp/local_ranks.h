@@ -1,5 +1,5 @@
-// Several ranks in one process and one thread, mapped inside a node, the proxy between nodes, for tests that look into blocks between two
-// phases. proxy/sim runs whole steps.
+// Several ranks in one process and one thread, mapped inside a node, the proxy between nodes, for tests that look into blocks
+// between two phases. proxy/sim runs whole steps.
 #pragma once
 
 #include <memory>

@@ -66,7 +66,8 @@ inline constexpr std::uint64_t kBase = 0x1000000;   // base of every peer's heap
 
 // Rank 0 of five. Rank 1 is on its node; 2, 3 and 4 are remote.
 struct World {
-  explicit World(int endpoints = 4, std::uint32_t first_step = 1, std::uint32_t in_flight = 2) : fabric(endpoints), proxy(fabric, kShardBytes) {
+  explicit World(int endpoints = 4, std::uint32_t first_step = 1, std::uint32_t in_flight = 2)
+      : fabric(endpoints), proxy(fabric, kShardBytes) {
     config.world = 5;
     config.num_experts = 10;
     config.top_k = 2;

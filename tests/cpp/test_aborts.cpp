@@ -1,4 +1,5 @@
-// A failure reaches the ranks that map each other's memory without control connections, through the abort word that every wait reads.
+// A failure reaches the ranks that map each other's memory without control connections, through the abort word that every wait
+// reads.
 #include <functional>
 #include <memory>
 #include <string>

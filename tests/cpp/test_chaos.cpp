@@ -130,8 +130,8 @@ void nothing() {
   CHECK_EQ(c.failed + c.swallowed + c.lost, std::uint64_t{0});
 }
 
-// Under any chaos each write completes once, after its last part; all of its bytes are there; and at the other side every block completes
-// once. Returns a log that distinguishes runs.
+// Under any chaos each write completes once, after its last part; all of its bytes are there; and at the other side every block
+// completes once. Returns a log that distinguishes runs.
 std::vector<std::uint64_t> everything(const std::string& options, std::uint64_t seed, ChaosCounts& total) {
   check::Random random(seed);
   World w(parse_chaos(options + ",seed=" + std::to_string(seed)));
@@ -328,7 +328,8 @@ void errors() {
 
 void options() {
   const ChaosOptions o =
-      parse_chaos("seed=7,delay=0.5,delay_us=900,shuffle=1,split=0,duplicate=.25,replay=0.125,again=0,kill=0-2@100,mute=3-1@0,stall=4@9");
+      parse_chaos("seed=7,delay=0.5,delay_us=900,shuffle=1,split=0,duplicate=.25,replay=0.125,again=0,kill=0-2@100,mute=3-1@0,"
+                  "stall=4@9");
   CHECK_EQ(o.seed, std::uint64_t{7});
   CHECK(o.delay == 0.5 && o.delay_us == 900 && o.shuffle == 1 && o.split == 0);
   CHECK(o.duplicate == 0.25 && o.replay == 0.125 && o.again == 0);
@@ -340,7 +341,8 @@ void options() {
   CHECK_EQ(to_text(parse_chaos(to_text(o))), to_text(o));
   for (const char* bad : {"", "seed", "seed=", "seed=-1", "seed=x", "seed=1 ", "seed=1,", "seed=99999999999999999999", "speed=1",
                           "delay=2", "delay=-0.5", "delay=0.5x", "delay=nan", "delay=.", "delay=0..1", "delay_us=1.5", "kill=1",
-                          "kill=1-2", "kill=1@2", "kill=2-2@1", "kill=0-1024@1", "kill=a-b@1", "kill=1-2@", "stall=1", "stall=1@", "stall=1024@1"}) {
+                          "kill=1-2", "kill=1@2", "kill=2-2@1", "kill=0-1024@1", "kill=a-b@1", "kill=1-2@", "stall=1", "stall=1@",
+                          "stall=1024@1"}) {
     try {
       parse_chaos(bad);
       check::fail(__FILE__, __LINE__, std::string("was accepted: ") + bad);

@@ -15,7 +15,8 @@ using namespace pplx;
 namespace {
 
 constexpr unsigned long long kHighRate = 1ull << 60, kMore = 1ull << 18;   // kEfaHighRate and FI_MORE
-constexpr unsigned long long kWrite = 1ull << 9, kReceive = 1ull << 10, kRemoteWrite = 1ull << 13;   // FI_WRITE, FI_RECV, FI_REMOTE_WRITE
+// FI_WRITE, FI_RECV, FI_REMOTE_WRITE
+constexpr unsigned long long kWrite = 1ull << 9, kReceive = 1ull << 10, kRemoteWrite = 1ull << 13;
 
 const char* (*calls)() = nullptr;
 void (*forget)() = nullptr;
@@ -134,7 +135,8 @@ void keys(const std::string& provider) {
 void device_memory(const std::string& provider, bool knows_dmabufs) {
   char memory[64];   // no GPU here: addresses are only passed on
   const auto address = std::to_string(reinterpret_cast<unsigned long long>(memory));
-  const DeviceMemory by_dmabuf{memory, sizeof memory, sizeof memory, 3, 42, 4096}, by_pointer{memory, sizeof memory, sizeof memory, 3};
+  const DeviceMemory by_dmabuf{memory, sizeof memory, sizeof memory, 3, 42, 4096},
+      by_pointer{memory, sizeof memory, sizeof memory, 3};
   const std::string dmabuf = "regattr dmabuf 42 4096 64", pointer = "regattr pointer " + address + " 64 3";
   forget();
   LibfabricFabric fabric(options(provider, true));

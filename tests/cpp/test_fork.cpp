@@ -1,5 +1,5 @@
-// A forked child has this process's objects, but neither its threads nor the memory that ranks share. Destructors in the child must wait for
-// no thread, and must not touch memory that the child has mapped since.
+// A forked child has this process's objects, but neither its threads nor the memory that ranks share. Destructors in the child must
+// wait for no thread, and must not touch memory that the child has mapped since.
 #include <sys/mman.h>
 #include <sys/wait.h>
 #include <unistd.h>
@@ -66,7 +66,8 @@ void mapping() {
   auto mapping = std::make_unique<Mapping>(fd, kBytes);
   mapping->data()[0] = 'p';
   in_child("a mapping", [&] {
-    void* const at = mmap(mapping->data(), kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1, 0);
+    void* const at = mmap(mapping->data(), kBytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_FIXED_NOREPLACE, -1,
+                          0);
     if (at != mapping->data()) _exit(2);
     mapping.reset();
     *static_cast<volatile char*>(at) = 'c';

@@ -1,5 +1,5 @@
-// Blocks are checked before they are used: they are damaged between the phases, and a rank either raises a PeerFailure or finishes the
-// step. Its outputs are exactly as large as the configuration says, so that a sanitizer sees any byte outside.
+// Blocks are checked before they are used: they are damaged between the phases, and a rank either raises a PeerFailure or finishes
+// the step. Its outputs are exactly as large as the configuration says, so that a sanitizer sees any byte outside.
 #include <cmath>
 #include <cstring>
 #include <string>
@@ -32,7 +32,9 @@ Config random_config(check::Random& random) {
   const std::uint32_t most = c.world * c.max_tokens * c.top_k;
   // Sometimes too small: an overflow by damage is an overflow like any other.
   const auto some = static_cast<std::uint32_t>(random.integer(1, most));
-  c.max_rows = random.chance(0.5) ? some : c.layout == LayoutKind::Compact ? c.world * c.max_tokens : most + experts_per_rank(c) * c.align;
+  c.max_rows = random.chance(0.5)                  ? some
+               : c.layout == LayoutKind::Compact ? c.world * c.max_tokens
+                                                 : most + experts_per_rank(c) * c.align;
   c.max_per_expert = random.chance(0.5) ? some : most;
   return c;
 }
@@ -76,7 +78,8 @@ void damage_blocks(LocalRank& rank, Op op, check::Random& random) {
   const BlockLayout layout = block_layout(c, op);
   for (std::uint32_t peer = 0; peer < c.world; ++peer) {
     if (peer == c.rank || random.chance(0.5)) continue;
-    damage(rank.exchange->blocks().own_slot(0, op, peer), layout.bytes(c.max_tokens), layout.header_bytes + layout.row_bytes, random);
+    damage(rank.exchange->blocks().own_slot(0, op, peer), layout.bytes(c.max_tokens), layout.header_bytes + layout.row_bytes,
+           random);
   }
 }
 

@@ -1,5 +1,5 @@
-// A peer's block is used only when its word has come and its header fits. Two ranks map each other's memory, and the test changes one
-// field or one word in between.
+// A peer's block is used only when its word has come and its header fits. Two ranks map each other's memory, and the test changes
+// one field or one word in between.
 #include <cstring>
 #include <functional>
 #include <memory>

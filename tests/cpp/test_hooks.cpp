@@ -1,5 +1,5 @@
-// Hooks on the CPU device, between two ranks that map each other: which words are raised when a row, or the plan, is written. Memory that
-// may not be touched says so at the very access.
+// Hooks on the CPU device, between two ranks that map each other: which words are raised when a row, or the plan, is written.
+// Memory that may not be touched says so at the very access.
 #include <csignal>
 #include <cstring>
 #include <memory>
@@ -71,8 +71,10 @@ std::vector<Guarded*> Guarded::all_;
 
 struct Rank {
   Rank(const Config& config, Memory memory)
-      : c(config), exchange(c, std::move(memory), 1, 10.0, [] { return 1.0; }), hooks(hook_words_in_all(c)), before(1 + hook_words(c)),
-        x(kTokens * kRowBytes / 4), y(x.size()), made(c.max_rows * kRowBytes / 4), weights(c.max_rows), source(c.max_rows), token(c.max_rows) {}
+      : c(config), exchange(c, std::move(memory), 1, 10.0, [] { return 1.0; }), hooks(hook_words_in_all(c)),
+          before(1 + hook_words(c)),
+        x(kTokens * kRowBytes / 4), y(x.size()), made(c.max_rows * kRowBytes / 4), weights(c.max_rows), source(c.max_rows),
+        token(c.max_rows) {}
 
   const std::uint32_t* words() const { return hooks.data() + hook_arrived_at(c); }
   std::uint32_t load(std::uint32_t at) const { return __atomic_load_n(hooks.data() + at, __ATOMIC_ACQUIRE); }
@@ -239,11 +241,13 @@ struct Pair {
       for (std::uint32_t e = 0; e < kExperts / kRanks; ++e)
         for (std::int32_t n = 0; n < r->count()[e]; ++n) {
           const auto place = static_cast<std::uint32_t>(r->offset()[e] + n);
-          wanted[static_cast<std::uint32_t>(r->source[place]) * kTokens + static_cast<std::uint32_t>(r->token[place])] += value_made(r->c.rank, place);
+          wanted[static_cast<std::uint32_t>(r->source[place]) * kTokens +
+                 static_cast<std::uint32_t>(r->token[place])] += value_made(r->c.rank, place);
         }
     for (auto& r : ranks)
       for (std::uint32_t t = 0; t < kTokens; ++t)
-        for (std::uint32_t column : {0u, r->c.hidden - 1}) CHECK_EQ(r->y[std::size_t{t} * r->c.hidden + column], wanted[r->c.rank * kTokens + t]);
+        for (std::uint32_t column : {0u, r->c.hidden - 1})
+          CHECK_EQ(r->y[std::size_t{t} * r->c.hidden + column], wanted[r->c.rank * kTokens + t]);
   }
 
   std::vector<std::unique_ptr<Rank>> ranks;

@@ -1,6 +1,8 @@
-// The libfabric back end over every provider that works on this machine: processes that write to each other, peers that are killed, and the files that they leave behind.
+// The libfabric back end over every provider that works on this machine: processes that write to each other, peers that are killed,
+// and the files that they leave behind.
 //
-//   test_libfabric                     all tests, with the library that a user would get and with each of $PPLX_TEST_LIBFABRIC (colons between)
+//   test_libfabric                     all tests, with the library that a user would get and with each of
+//                                      $PPLX_TEST_LIBFABRIC (colons between)
 //   test_libfabric --times             half round trip times instead
 #include <dirent.h>
 #include <fcntl.h>
@@ -96,10 +98,13 @@ Traffic make_traffic(std::uint64_t seed, int count, std::size_t largest) {
   for (int i = 0; i < count; ++i) {
     Message message{};
     message.bytes = static_cast<std::size_t>(i) < std::size(edges) ? std::min(edges[i], largest)
-                    : random.integer(0, 1) == 0                    ? static_cast<std::size_t>(random.integer(0, 300))
-                                                                   : static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(largest)));
+                    : random.integer(0, 1) == 0 ? static_cast<std::size_t>(random.integer(0, 300))
+                          : static_cast<std::size_t>(random.integer(0, static_cast<std::int64_t>(largest)));
     // Every single bit, none, all, then anything: no immediate twice.
-    message.immediate = i < 32 ? std::uint32_t{1} << i : i == 32 ? 0 : i == 33 ? 0xffffffffu : static_cast<std::uint32_t>(random.integer(0, 0xffffffff));
+    message.immediate = i < 32    ? std::uint32_t{1} << i
+                        : i == 32 ? 0
+                        : i == 33 ? 0xffffffffu
+                                  : static_cast<std::uint32_t>(random.integer(0, 0xffffffff));
     while (!used.insert(message.immediate).second) ++message.immediate;
     message.source = traffic.source_bytes + static_cast<std::size_t>(random.integer(0, 20));
     message.target = traffic.target_bytes + static_cast<std::size_t>(random.integer(0, 70));
@@ -127,7 +132,8 @@ class Side {
     if (remote_.size() <= static_cast<std::size_t>(peer)) remote_.resize(static_cast<std::size_t>(peer) + 1);
     remote_[static_cast<std::size_t>(peer)] = fabric_->import_region(peer, description);
   }
-  Post write(int peer, std::size_t bytes, std::size_t source, std::size_t target, std::uint32_t immediate, std::uint64_t context, int endpoint = 0) {
+  Post write(int peer, std::size_t bytes, std::size_t source, std::size_t target, std::uint32_t immediate, std::uint64_t context,
+             int endpoint = 0) {
     Write write;
     write.endpoint = endpoint;
     write.peer = peer;
@@ -163,7 +169,8 @@ void introduce(Side& a, int a_is, Side& b, int b_is) {
 // Sends `out` to one peer and expects `in` from it; step() by step, so that one process can run several.
 class Exchange {
  public:
-  Exchange(Side& side, int peer, const Traffic& out, const Traffic& in) : side_(side), peer_(peer), out_(out), in_(in), sent_(out.messages.size()), arrived_(in.messages.size()) {
+  Exchange(Side& side, int peer, const Traffic& out, const Traffic& in)
+      : side_(side), peer_(peer), out_(out), in_(in), sent_(out.messages.size()), arrived_(in.messages.size()) {
     for (const Message& message : out_.messages) fill(side_.source().data() + message.source, message.bytes, message.payload_seed);
   }
   bool done() const { return posted_ == out_.messages.size() && sent_count_ == posted_ && arrived_count_ == in_.messages.size(); }
@@ -171,7 +178,8 @@ class Exchange {
     while (posted_ < out_.messages.size()) {
       const Message& message = out_.messages[posted_];
       const int endpoint = static_cast<int>(posted_) % side_.fabric().endpoints();
-      if (side_.write(peer_, message.bytes, message.source, message.target, message.immediate, posted_ << 40 | 7, endpoint) == Post::Again) {
+      if (side_.write(peer_, message.bytes, message.source, message.target, message.immediate, posted_ << 40 | 7,
+                      endpoint) == Post::Again) {
         ++again_;
         break;
       }
@@ -189,9 +197,11 @@ class Exchange {
     std::vector<std::uint8_t> expected(side_.target().size(), kPoison);
     for (const Message& message : in_.messages) fill(expected.data() + message.target, message.bytes, message.payload_seed);
     for (std::size_t at = 0; at < expected.size(); ++at) {
-      if (expected[at] != side_.target()[at]) check::fail(__FILE__, __LINE__, "byte " + std::to_string(at) + " of the target is wrong");
+      if (expected[at] != side_.target()[at])
+        check::fail(__FILE__, __LINE__, "byte " + std::to_string(at) + " of the target is wrong");
     }
-    for (const Message& message : out_.messages) CHECK(holds(side_.source().data() + message.source, message.bytes, message.payload_seed));
+    for (const Message& message : out_.messages)
+      CHECK(holds(side_.source().data() + message.source, message.bytes, message.payload_seed));
   }
   std::size_t again() const { return again_; }
 
@@ -214,7 +224,8 @@ class Exchange {
       CHECK(!arrived_[index]);
       arrived_[index] = true;
       ++arrived_count_;
-      CHECK(holds(side_.target().data() + message.target, message.bytes, message.payload_seed));   // already when the completion is there
+      // Already when the completion is there
+      CHECK(holds(side_.target().data() + message.target, message.bytes, message.payload_seed));
       return;
     }
     check::fail(__FILE__, __LINE__, "an immediate that was never sent: " + std::to_string(completion.immediate));
@@ -336,11 +347,15 @@ int child_exchange(Pipe& pipe, const std::string& provider, int endpoints, std::
 // A peer that is killed does one of these at that moment.
 enum class Victim {
   Polls,
-  Writes,    // and polls: one write more for each of the parent's, since shm of 2.5.1 does not return from fi_cq_read while a peer keeps its queue filled
+  // And polls: one write more for each of the parent's, since shm of 2.5.1 does not return from fi_cq_read while a peer keeps its
+  // queue filled
+  Writes,
   Still      // it has polled, and then makes no call of the provider's
 };
 
-std::string name_of(Victim victim) { return victim == Victim::Polls ? "victim" : victim == Victim::Writes ? "busy-victim" : "still-victim"; }
+std::string name_of(Victim victim) {
+  return victim == Victim::Polls ? "victim" : victim == Victim::Writes ? "busy-victim" : "still-victim";
+}
 
 int child_victim(Pipe& pipe, const std::string& provider, Victim victim) {
   Side side(options(provider), kMiB, kMiB);
@@ -355,7 +370,8 @@ int child_victim(Pipe& pipe, const std::string& provider, Victim victim) {
       pipe.send({1});
       for (;;) pause();
     }
-    if (busy && posted < 64 + arrived && side.write(0, posted % 3 == 0 ? 65536 : 1000, 0, 0, static_cast<std::uint32_t>(posted), posted) == Post::Accepted) ++posted;
+    if (busy && posted < 64 + arrived &&
+        side.write(0, posted % 3 == 0 ? 65536 : 1000, 0, 0, static_cast<std::uint32_t>(posted), posted) == Post::Accepted) ++posted;
     if (!said && (!busy || posted >= 50)) {
       pipe.send({1});
       said = true;
@@ -376,7 +392,8 @@ void bare_writes_with_process(Pipe& pipe, const std::string& provider) {
   std::vector<BareWrite> writes;
   for (std::size_t i = 0; i < kBlocks; ++i) writes.push_back({0, &there, kBytes, i * kBytes, (kBlocks - 1 - i) * kBytes});
   std::size_t early = 0;
-  for (int round = 0; round < 3; ++round) run_bare_writes(side.fabric(), side.source_region(), writes, kBlocks, early, std::chrono::seconds(20));
+  for (int round = 0; round < 3; ++round)
+    run_bare_writes(side.fabric(), side.source_region(), writes, kBlocks, early, std::chrono::seconds(20));
   finish(side, pipe);
   CHECK_EQ(early, 0u);
   for (std::size_t i = 0; i < kBlocks; ++i)
@@ -444,15 +461,18 @@ void test_three_in_one_process(const std::string& provider, std::uint64_t seed) 
   // A ring: each side writes to the next and hears from the one before.
   const Traffic traffic = make_traffic(seed, 60, 100000);
   std::vector<std::unique_ptr<Side>> sides;
-  for (int rank = 0; rank < 3; ++rank) sides.push_back(std::make_unique<Side>(options(provider), traffic.source_bytes, traffic.target_bytes));
+  for (int rank = 0; rank < 3; ++rank)
+    sides.push_back(std::make_unique<Side>(options(provider), traffic.source_bytes, traffic.target_bytes));
   for (int rank = 0; rank < 3; ++rank) {
     for (int peer = 0; peer < 3; ++peer) {
       Side& other = *sides[static_cast<std::size_t>(peer)];
-      if (peer != rank) sides[static_cast<std::size_t>(rank)]->meet(peer, other.fabric().address(), other.target_region().description);
+      if (peer != rank)
+        sides[static_cast<std::size_t>(rank)]->meet(peer, other.fabric().address(), other.target_region().description);
     }
   }
   std::vector<Exchange> exchanges;
-  for (int rank = 0; rank < 3; ++rank) exchanges.emplace_back(*sides[static_cast<std::size_t>(rank)], (rank + 1) % 3, traffic, traffic);
+  for (int rank = 0; rank < 3; ++rank)
+    exchanges.emplace_back(*sides[static_cast<std::size_t>(rank)], (rank + 1) % 3, traffic, traffic);
   until("a ring of three", [&] {
     bool all = true;
     for (Exchange& exchange : exchanges) all = exchange.step() && all;
@@ -515,7 +535,8 @@ void must_throw(const std::string& word, Call call) {
   try {
     call();
   } catch (const FabricError& error) {
-    if (std::string(error.what()).find(word) == std::string::npos) check::fail(__FILE__, __LINE__, "'" + word + "' is not in: " + error.what());
+    if (std::string(error.what()).find(word) == std::string::npos)
+      check::fail(__FILE__, __LINE__, "'" + word + "' is not in: " + error.what());
     return;
   }
   check::fail(__FILE__, __LINE__, "no FabricError with '" + word + "'");
@@ -558,7 +579,8 @@ void test_misuse(const std::string& provider) {
 
 // Writes `bytes` bytes at that place of a peer. Returns false when no answer comes: provider net does not answer a writer that the
 // other side has not inserted. Counts arrivals.
-bool write_and_wait(Side& writer, LibfabricFabric& reader, const RemoteRegion& target, std::size_t offset, std::size_t bytes, double limit, int& arrivals) {
+bool write_and_wait(Side& writer, LibfabricFabric& reader, const RemoteRegion& target, std::size_t offset, std::size_t bytes,
+                    double limit, int& arrivals) {
   Write write;
   write.immediate = 0x1234;
   write.source = &writer.source_region();
@@ -622,7 +644,10 @@ void test_a_stranger(const std::string& provider) {
     target.key[0] = key;
     const std::size_t bytes = guess <= 1000 ? 8 : 0;   // an immediate alone would be a forged arrival
     const bool heard = write_and_wait(*stranger, victim, target, 0, bytes, limit, arrivals);
-    if (arrivals != 0) check::fail(__FILE__, __LINE__, provider + ": a stranger's immediate came with " + std::to_string(bytes) + " bytes and key " + std::to_string(key));
+    if (arrivals != 0)
+      check::fail(__FILE__, __LINE__,
+                  provider + ": a stranger's immediate came with " + std::to_string(bytes) + " bytes and key " +
+                  std::to_string(key));
     if (landed()) check::fail(__FILE__, __LINE__, provider + ": a stranger wrote with key " + std::to_string(key));
     target.key[0] = right;
     if (heard) continue;
@@ -747,7 +772,8 @@ void test_killed_peer(const std::string& provider, Victim victim) {
     });
     for (int i = 0; i < 100; ++i) {
       const int count = side.fabric().poll(completions, 16);
-      for (int entry = 0; entry < count; ++entry) CHECK(completions[entry].kind == Completion::Kind::Arrived || !completions[entry].has_context);
+      for (int entry = 0; entry < count; ++entry)
+        CHECK(completions[entry].kind == Completion::Kind::Arrived || !completions[entry].has_context);
     }
     CHECK(failed + strays > 0 || !notices);
     CHECK(failed > 0 || provider != "shm");
@@ -756,7 +782,8 @@ void test_killed_peer(const std::string& provider, Victim victim) {
     side.close();
     closing = seconds_since(start);
   }
-  std::printf("%d writes failed, closed in %.2f ms: %s%s%s\n", failed, closing * 1e3, error.c_str(), strays > 0 ? "; without a write: " : "", stray.c_str());
+  std::printf("%d writes failed, closed in %.2f ms: %s%s%s\n", failed, closing * 1e3, error.c_str(),
+              strays > 0 ? "; without a write: " : "", stray.c_str());
   CHECK(closing < 1.0);
   CHECK(shm_files() == before);
 }
@@ -894,7 +921,8 @@ void print_times(const std::string& provider) {
 std::vector<std::string> providers_here() {
   std::vector<std::string> names;
   for (const libfabric::ProviderStatus& status : libfabric::provider_status(libfabric::library())) {
-    std::printf("  %-14s %s%s\n", status.name.c_str(), status.available ? "available:" : status.why_not.c_str(), status.device_memory ? " (device memory)" : "");
+    std::printf("  %-14s %s%s\n", status.name.c_str(), status.available ? "available:" : status.why_not.c_str(),
+                status.device_memory ? " (device memory)" : "");
     for (const std::string& nic : status.nics) std::printf("                   %s\n", nic.c_str());
 #ifdef __SANITIZE_ADDRESS__
     if (status.name == "net") continue;   // its fi_endpoint leaks an fi_info in 1.17

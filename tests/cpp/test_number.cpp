@@ -95,7 +95,8 @@ void check_round_trip() {
     if ((code & 0x7fff) <= 0x7f80 || (code & 0x40) != 0) CHECK_EQ(to_bf16(from_bf16(h)), h);
     if ((code & 0x7fff) <= 0x7c00 || (code & 0x200) != 0) CHECK_EQ(to_fp16(from_fp16(h)), h);
   }
-  for (std::uint32_t code = 0; code < 0x100; ++code) CHECK_EQ(to_e4m3_sat(from_e4m3(static_cast<std::uint8_t>(code))), static_cast<std::uint8_t>(code));
+  for (std::uint32_t code = 0; code < 0x100; ++code)
+    CHECK_EQ(to_e4m3_sat(from_e4m3(static_cast<std::uint8_t>(code))), static_cast<std::uint8_t>(code));
 }
 
 // Every value of a format, every halfway point, and their neighbours: all places where rounding changes its mind.

@@ -1,5 +1,5 @@
-// The libfabric back end as a proxy uses it, between processes that all write to all others: every write arrives once and whole, every
-// write is reported sent once, whatever the order.
+// The libfabric back end as a proxy uses it, between processes that all write to all others: every write arrives once and whole,
+// every write is reported sent once, whatever the order.
 //
 //   test_pairs [PROVIDER [CONTACTS [RANKS [SECONDS]]]]      tcp, once, 4 ranks, at most 15 s of a core for a rank's round
 //
@@ -56,8 +56,8 @@ struct Meeting {
   }
 };
 
-// The time for which this thread has had a core. A rank that waits polls all the time, so with a core to itself that is the time that passes; on a
-// busy machine it leaves out how long others had the core.
+// The time for which this thread has had a core. A rank that waits polls all the time, so with a core to itself that is the time
+// that passes; on a busy machine it leaves out how long others had the core.
 double cpu_seconds() {
   timespec t{};
   CHECK_EQ(clock_gettime(CLOCK_THREAD_CPUTIME_ID, &t), 0);
@@ -92,11 +92,12 @@ class Rank {
   // `count` writes of `bytes` to every other rank, all of which are there at the end, and all of which are reported.
   void round(int number, int count, std::size_t bytes) {
     for (int to = 0; to < ranks; ++to)
-      for (std::size_t at = 0; at < static_cast<std::size_t>(count) * bytes && at < kWrites * kPiece; ++at) source_[offset(to) + at] = byte_of(rank_, to, number, at);
+      for (std::size_t at = 0; at < static_cast<std::size_t>(count) * bytes && at < kWrites * kPiece; ++at)
+        source_[offset(to) + at] = byte_of(rank_, to, number, at);
     sent_.assign(static_cast<std::size_t>(ranks * count), 0);
     arrived_.assign(static_cast<std::size_t>(ranks * count), 0);
-    what_ = "round " + std::to_string(number) + " of " + std::to_string(count) + " writes of " + std::to_string(bytes) + " bytes over " +
-            fabric_->name();
+    what_ = "round " + std::to_string(number) + " of " + std::to_string(count) + " writes of " + std::to_string(bytes) +
+            " bytes over " + fabric_->name();
     left_ = 2 * (ranks - 1) * count;
     const double begin = cpu_seconds();
     const int endpoints = fabric_->endpoints();
@@ -111,7 +112,8 @@ class Rank {
         w.source_offset = offset(to) + static_cast<std::size_t>(i % kWrites) * bytes;
         w.target_offset = offset(rank_) + static_cast<std::size_t>(i % kWrites) * bytes;
         w.bytes = bytes;
-        w.immediate = static_cast<std::uint32_t>(number) << 24 | static_cast<std::uint32_t>(rank_) << 20 | static_cast<std::uint32_t>(i);
+        w.immediate = static_cast<std::uint32_t>(number) << 24 | static_cast<std::uint32_t>(rank_) << 20 |
+                      static_cast<std::uint32_t>(i);
         w.context = static_cast<std::uint64_t>(to * count + i);
         w.more = !(last && turn == ranks - 1);   // one doorbell for each endpoint, of the last write
         while (fabric_->write(w) == Post::Again) look(number, begin);
@@ -120,7 +122,8 @@ class Rank {
     for (int from = 0; from < ranks; ++from)
       for (std::size_t at = 0; from != rank_ && count == kWrites && at < static_cast<std::size_t>(count) * bytes; ++at)
         if (target_[offset(from) + at] != byte_of(from, rank_, number, at))
-          check::fail(__FILE__, __LINE__, what_ + ": byte " + std::to_string(at) + " from rank " + std::to_string(from) + " is wrong");
+          check::fail(__FILE__, __LINE__,
+                      what_ + ": byte " + std::to_string(at) + " from rank " + std::to_string(from) + " is wrong");
     meeting_.all({});
   }
 
@@ -131,7 +134,8 @@ class Rank {
     Completion done[64];
     const int n = fabric_->poll(done, 64);
     for (int i = 0; i < n; ++i) {
-      if (done[i].kind == Completion::Kind::Failed) check::fail(__FILE__, __LINE__, what_ + ": " + fabric_->describe_error(done[i]));
+      if (done[i].kind == Completion::Kind::Failed)
+        check::fail(__FILE__, __LINE__, what_ + ": " + fabric_->describe_error(done[i]));
       std::size_t at = static_cast<std::size_t>(done[i].context);
       if (done[i].kind == Completion::Kind::Arrived) {
         const std::uint32_t immediate = done[i].immediate, from = immediate >> 20 & 0xf;
@@ -140,7 +144,8 @@ class Rank {
         at = from * (arrived_.size() / static_cast<std::size_t>(ranks)) + (immediate & 0xfffff);
       }
       std::vector<int>& seen = done[i].kind == Completion::Kind::Arrived ? arrived_ : sent_;
-      if (at >= seen.size() || seen[at]++ != 0) check::fail(__FILE__, __LINE__, what_ + ": a completion came twice, or belongs to no write");
+      if (at >= seen.size() || seen[at]++ != 0)
+        check::fail(__FILE__, __LINE__, what_ + ": a completion came twice, or belongs to no write");
       --left_;
     }
     if (cpu_seconds() - begin > limit)

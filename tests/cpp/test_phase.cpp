@@ -30,7 +30,8 @@ class Counting final : public StagedRun {
 
  private:
   bool begin(int stage, std::vector<std::uint32_t>& units) override {
-    for (int before = 0; before < stage && before < static_cast<int>(stages_.size()); ++before) CHECK_EQ(done_[before].load(), total(before));
+    for (int before = 0; before < stage && before < static_cast<int>(stages_.size()); ++before)
+      CHECK_EQ(done_[before].load(), total(before));
     if (stage >= static_cast<int>(stages_.size())) return false;
     units = stages_[static_cast<std::size_t>(stage)];
     return true;

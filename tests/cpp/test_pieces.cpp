@@ -42,7 +42,8 @@ struct Pair {
     for (Rank& r : ranks) r.heap = std::make_unique<std::uint64_t[]>(heap_of(c).bytes / 8 + 8);
     for (c.rank = 0; c.rank < 2; ++c.rank) {
       Rank& r = ranks[c.rank];
-      r.exchange = std::make_unique<Exchange>(c, Memory{r.memory(), {ranks[0].memory(), ranks[1].memory()}}, 1, 10.0, [this] { return now; });
+      r.exchange = std::make_unique<Exchange>(c, Memory{r.memory(), {ranks[0].memory(), ranks[1].memory()}}, 1, 10.0,
+                                              [this] { return now; });
       for (std::uint32_t i = 0; i < kTokens * c.hidden; ++i) r.x.push_back(static_cast<float>(1000 * c.rank + i));
       r.in.x = {reinterpret_cast<const char*>(r.x.data()), c.hidden * 4};
       route(c.rank, kTokens);
@@ -95,7 +96,8 @@ struct Pair {
   // The header of a piece that rank 1 has sent, in rank 0's memory.
   BlockHeader& header(Op op, std::uint32_t step, std::uint32_t piece) {
     const Config& c = ranks[0].exchange->config();
-    return *reinterpret_cast<BlockHeader*>(ranks[0].memory() + heap().slot_at(c, set_of(c, step), op, 1) + heap().piece_at(op, piece));
+    const std::uint64_t at = heap().slot_at(c, set_of(c, step), op, 1) + heap().piece_at(op, piece);
+    return *reinterpret_cast<BlockHeader*>(ranks[0].memory() + at);
   }
   const Blocks& blocks(std::uint32_t rank) const { return ranks[rank].exchange->blocks(); }
   const Heap& heap() const { return blocks(0).heap(); }
@@ -166,7 +168,8 @@ void must_refuse(PhaseRun& phase, const std::string& word) {
     phase.poll();
   } catch (const PeerFailure& failure) {
     CHECK(failure.reason == AbortReason::Protocol && failure.peer == 1);
-    if (std::string(failure.what()).find(word) == std::string::npos) check::fail(__FILE__, __LINE__, std::string("does not say ") + word + ": " + failure.what());
+    if (std::string(failure.what()).find(word) == std::string::npos)
+      check::fail(__FILE__, __LINE__, std::string("does not say ") + word + ": " + failure.what());
     return;
   }
   check::fail(__FILE__, __LINE__, "was accepted: a wrong header, " + word);
@@ -218,7 +221,8 @@ void timeouts() {
     }
     const Phase phase = combine ? Phase::CombineRecv : Phase::DispatchRecv;
     const std::string block = combine ? "combine block" : "dispatch block";
-    const auto gives_up = [&](PhaseRun& run, std::uint32_t rank, const std::string& words, const std::string& expected, const std::string& seen) {
+    const auto gives_up = [&](PhaseRun& run, std::uint32_t rank, const std::string& words, const std::string& expected,
+                              const std::string& seen) {
       try {
         p.ranks[rank].exchange->poll(run, phase, step, p.now - 100);
       } catch (const PeerFailure& failure) {
@@ -247,7 +251,8 @@ void timeouts() {
     p.ranks[0].exchange->poll(*zero, Phase::DispatchRecv, step, p.now - 100);
     check::fail(__FILE__, __LINE__, "did not give up");
   } catch (const PeerFailure& failure) {
-    CHECK(std::string(failure.what()).find("waiting for rank 1 to read piece 0 of the dispatch block in dispatch_recv") != std::string::npos);
+    CHECK(std::string(failure.what()).find("waiting for rank 1 to read piece 0 of the dispatch block in dispatch_recv") !=
+          std::string::npos);
   }
 }
 

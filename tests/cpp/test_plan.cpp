@@ -226,9 +226,11 @@ void check_made(check::Random& random) {
   for (std::uint32_t buffer = 0; buffer < c.lent; ++buffer) {
     const std::uint64_t begin = heap.made_at(buffer), end = begin + heap.made_bytes;
     CHECK(heap.has_made(c, begin, bytes) && heap.has_made(c, end - bytes, bytes) && heap.has_made(c, begin, heap.made_bytes));
-    CHECK(!heap.has_made(c, end - bytes + kPieceBytes, bytes) && !heap.has_made(c, begin, heap.made_bytes + 1) && !heap.has_made(c, begin + 8, 0));
+    CHECK(!heap.has_made(c, end - bytes + kPieceBytes, bytes) && !heap.has_made(c, begin, heap.made_bytes + 1) &&
+          !heap.has_made(c, begin + 8, 0));
   }
-  for (const std::uint64_t outside : {std::uint64_t{0}, heap.made - kPieceBytes, heap.made_at(c.lent), ~std::uint64_t{0} - 15}) CHECK(!heap.has_made(c, outside, 0));
+  for (const std::uint64_t outside : {std::uint64_t{0}, heap.made - kPieceBytes, heap.made_at(c.lent), ~std::uint64_t{0} - 15})
+    CHECK(!heap.has_made(c, outside, 0));
 }
 
 }  // namespace

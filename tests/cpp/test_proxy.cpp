@@ -54,7 +54,8 @@ void shards_of_a_block() {
       w.mail(1, Op::Combine, 2, rows, 8192);
       std::vector<Write> writes = w.take_writes();
       const std::uint64_t bytes = combine_block(w.config).bytes(rows);
-      const std::uint64_t most = std::min<std::uint64_t>((bytes + kShardBytes - 1) / kShardBytes, static_cast<std::uint64_t>(endpoints));
+      const std::uint64_t most = std::min<std::uint64_t>((bytes + kShardBytes - 1) / kShardBytes,
+                                                         static_cast<std::uint64_t>(endpoints));
       CHECK_EQ(writes.size(), static_cast<std::size_t>(most));
       std::uint64_t at = 0;
       std::set<int> used;
@@ -249,7 +250,8 @@ void one_doorbell() {
   CHECK(more == (std::vector<bool>{true, true, true, true, true, true, true, false, true, false}));
 }
 
-// The peers after this rank come first, so that a step's writes do not all begin at rank 0; and a peer far back in a large world is found.
+// The peers after this rank come first, so that a step's writes do not all begin at rank 0; and a peer far back in a large world is
+// found.
 void order_of_peers() {
   for (const std::uint32_t rank : {0u, 3u, 8u, 20u}) {
     World w(1, 1, 2);

@@ -1,6 +1,6 @@
-// From a mailbox word to the last post the proxy allocates nothing, takes no lock and makes no system call. This is counted, not read from
-// the code: this program replaces malloc and its kin and every pthread lock, and a seccomp filter traps the system calls of the thread
-// under test. Each counter is first shown to count.
+// From a mailbox word to the last post the proxy allocates nothing, takes no lock and makes no system call. This is counted, not
+// read from the code: this program replaces malloc and its kin and every pthread lock, and a seccomp filter traps the system calls
+// of the thread under test. Each counter is first shown to count.
 #include <dlfcn.h>
 #include <errno.h>
 #include <linux/audit.h>
@@ -124,8 +124,8 @@ void on_call(int, siginfo_t* info, void* context) {
 #endif
 }
 
-// From here on every system call of this thread is counted instead of made, except exit_group and those of the counting itself. `allowed`
-// is made and not counted.
+// From here on every system call of this thread is counted instead of made, except exit_group and those of the counting itself.
+// `allowed` is made and not counted.
 bool trap_system_calls(unsigned allowed = SYS_exit_group) {
   struct sigaction action {};
   action.sa_sigaction = on_call;
@@ -216,9 +216,9 @@ void steps_of_the_proxy(const CostOptions& options) {
     }
     stop_counting();
   });
-  std::printf("  proxy: %u peers, %d endpoints, %u rows: %d operations, %llu allocations, %llu locks, %llu system calls\n", options.peers, options.endpoints,
-              options.rows, kOperations, static_cast<unsigned long long>(r.allocations), static_cast<unsigned long long>(r.locks),
-              static_cast<unsigned long long>(r.calls));
+  std::printf("  proxy: %u peers, %d endpoints, %u rows: %d operations, %llu allocations, %llu locks, %llu system calls\n",
+              options.peers, options.endpoints, options.rows, kOperations, static_cast<unsigned long long>(r.allocations),
+              static_cast<unsigned long long>(r.locks), static_cast<unsigned long long>(r.calls));
   CHECK_EQ(r.allocations, 0u);
   CHECK_EQ(r.locks, 0u);
   if (r.calls != 0) check::fail(__FILE__, __LINE__, "system call " + std::to_string(r.last_call) + " was the last");
@@ -292,8 +292,8 @@ void the_thread(int cpu) {
     _exit(0);   // the thread can no longer be asked to stop
   });
   std::printf("  thread%s: %d operations, %llu allocations, %llu locks, %llu system calls but sched_yield\n",
-              cpu < 0 ? "" : ", pinned", kOperations, static_cast<unsigned long long>(r.allocations), static_cast<unsigned long long>(r.locks),
-              static_cast<unsigned long long>(r.calls));
+              cpu < 0 ? "" : ", pinned", kOperations, static_cast<unsigned long long>(r.allocations),
+              static_cast<unsigned long long>(r.locks), static_cast<unsigned long long>(r.calls));
   CHECK_EQ(r.allocations, 0u);
   CHECK_EQ(r.locks, 0u);
   if (r.calls != 0) check::fail(__FILE__, __LINE__, "system call " + std::to_string(r.last_call) + " was the last");

@@ -35,7 +35,8 @@ struct PieceWorld : World {
   std::uint32_t count(std::uint64_t words, std::uint32_t step, Op op, std::uint32_t peer) {
     return pieces_in(word(heap.count_at(config, words, set_of(config, step), op, peer)), generation, step);
   }
-  std::uint32_t piece(Op op, std::uint32_t source, std::uint32_t step, std::uint32_t piece, std::uint32_t shard = 0, std::uint32_t shards = 1) {
+  std::uint32_t piece(Op op, std::uint32_t source, std::uint32_t step, std::uint32_t piece, std::uint32_t shard = 0,
+                      std::uint32_t shards = 1) {
     return pack({op, config.object, source, step, shard, shards, piece});
   }
   std::uint32_t credit(Op op, std::uint32_t source, std::uint32_t step, std::uint32_t number) {
@@ -110,7 +111,8 @@ void pieces_that_arrive() {
       while (done < 18) {
         // At most two pieces are in flight. Older ones are repeated.
         const std::uint32_t back = random.chance(0.3) ? static_cast<std::uint32_t>(random.integer(1, 5)) : 0;
-        const std::uint32_t piece = back > 0 ? done - std::min(done, back) : done + static_cast<std::uint32_t>(random.integer(0, 1));
+        const std::uint32_t piece =
+            back > 0 ? done - std::min(done, back) : done + static_cast<std::uint32_t>(random.integer(0, 1));
         const auto shard = static_cast<std::uint32_t>(random.integer(0, 2));
         w.fabric.arrive(w.piece(op, 2, 1, piece, shard, 3));
         w.run();
@@ -161,7 +163,8 @@ void credits() {
   w.fabric.arrive(w.credit(Op::Dispatch, 3, 1, 2));   // its piece has not been sent
   w.run();
   CHECK_EQ(consumed(Op::Dispatch), 0u);
-  const std::pair<std::uint32_t, std::uint32_t> come[] = {{1, 0}, {1, 0}, {0, 2}, {0, 2}, {1, 2}};   // a credit, and what then is consumed
+  // A credit, and what then is consumed
+  const std::pair<std::uint32_t, std::uint32_t> come[] = {{1, 0}, {1, 0}, {0, 2}, {0, 2}, {1, 2}};
   for (const auto& [number, expected] : come) {
     w.fabric.arrive(w.credit(Op::Dispatch, 3, 1, number));
     w.run();
@@ -226,8 +229,8 @@ void sizes_of_parts() {
       }
 }
 
-// Each part goes once, when the mail has reached it; together they are the block. Its memory is free when all of it has left, and not when
-// all that has been announced has.
+// Each part goes once, when the mail has reached it; together they are the block. Its memory is free when all of it has left, and
+// not when all that has been announced has.
 void parts_of_a_block() {
   check::Random random(6);
   for (int round = 0; round < 300; ++round) {
@@ -272,7 +275,8 @@ void parts_of_a_block() {
   }
 }
 
-// The arrival word rises with part 0; those that stand complete from the first on are counted, in whatever order they come, and repeated.
+// The arrival word rises with part 0; those that stand complete from the first on are counted, in whatever order they come, and
+// repeated.
 void parts_that_arrive() {
   check::Random random(7);
   for (int round = 0; round < 200; ++round) {
@@ -285,7 +289,8 @@ void parts_that_arrive() {
       std::vector<std::uint32_t> come(kMostParts + 1, 0);
       std::uint32_t done = 0;
       while (done < kMostParts) {
-        const auto part = static_cast<std::uint32_t>(random.integer(0, kMostParts - 1)), shard = static_cast<std::uint32_t>(random.integer(0, 1));
+        const auto part = static_cast<std::uint32_t>(random.integer(0, kMostParts - 1)),
+            shard = static_cast<std::uint32_t>(random.integer(0, 1));
         w.fabric.arrive(pack({op, w.config.object, 2, 1, shard, 2, part}));
         w.run();
         come[part] |= 1u << shard;

@@ -1,5 +1,5 @@
-// Ranks as threads of one process, with helper threads and real proxy threads, through the blocking calls, over mapped memory and real
-// providers, for ThreadSanitizer. It does not see inside a provider, only the calls.
+// Ranks as threads of one process, with helper threads and real proxy threads, through the blocking calls, over mapped memory and
+// real providers, for ThreadSanitizer. It does not see inside a provider, only the calls.
 #include <sched.h>
 
 #include <algorithm>
@@ -44,7 +44,8 @@ class QueueFabric final : public test::PlainFabric {
   int endpoints() const override { return 2; }
 
   Post write(const Write& w) override {
-    std::memcpy(reinterpret_cast<char*>(w.target->base + w.target_offset), static_cast<char*>(w.source->base) + w.source_offset, w.bytes);
+    std::memcpy(reinterpret_cast<char*>(w.target->base + w.target_offset), static_cast<char*>(w.source->base) + w.source_offset,
+                w.bytes);
     Completion arrived, sent;
     arrived.kind = Completion::Kind::Arrived;
     arrived.immediate = w.immediate;

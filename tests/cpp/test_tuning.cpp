@@ -6,7 +6,8 @@ using namespace pplx::cuda;
 
 namespace {
 
-constexpr ManyTokens kLines[] = {{{132, 24, 8192, 4}, 1500}, {{132, 132, 8192, 4}, 700}, {{148, 148, 8192, 4}, 900}, {{148, 148, 8192, 4, true}, 4000}};
+constexpr ManyTokens kLines[] = {{{132, 24, 8192, 4}, 1500}, {{132, 132, 8192, 4}, 700}, {{148, 148, 8192, 4}, 900},
+                                 {{148, 148, 8192, 4, true}, 4000}};
 
 // The first line that holds, none of whose bounds is exceeded.
 void check_lines() {
@@ -20,10 +21,12 @@ void check_lines() {
     CHECK_EQ(large_tokens(kLines, beyond), kManyTokensElsewhere);
 }
 
-// A line that an earlier one hides says nothing; of one whose launches have more multiprocessors than the GPU, nothing was measured.
+// A line that an earlier one hides says nothing; of one whose launches have more multiprocessors than the GPU, nothing was
+// measured.
 void check_table() {
   for (const ManyTokens& line : kManyTokens) {
-    CHECK(line.tokens > 0 && line.most.sms > 0 && line.most.sms <= line.most.gpu_sms && line.most.row_bytes % 16 == 0 && line.most.world > 0);
+    CHECK(line.tokens > 0 && line.most.sms > 0 && line.most.sms <= line.most.gpu_sms && line.most.row_bytes % 16 == 0 &&
+          line.most.world > 0);
     for (const ManyTokens& before : kManyTokens) {
       if (&before == &line) break;
       const StepShape &a = before.most, &b = line.most;

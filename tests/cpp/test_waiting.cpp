@@ -57,7 +57,8 @@ void stopped_for_a_while() {
   CHECK(rank.dispatch(nullptr) == AbortReason::Timeout);
 }
 
-// A failed write is mostly the first sign of a death, and the report of the death names the rank. Without a report the network is to blame.
+// A failed write is mostly the first sign of a death, and the report of the death names the rank. Without a report the network is
+// to blame.
 void a_lost_network_may_be_a_death() {
   for (const bool died : {true, false}) {
     double time = 1;

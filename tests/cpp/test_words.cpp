@@ -85,7 +85,8 @@ void check_signals() {
         for (const Op op : {Op::Dispatch, Op::Combine, Op::Weights})
           for (std::uint32_t nth = 0; nth < signals_of(heap, op); ++nth)
             for (std::uint32_t source = 0; source < c.world; ++source, ++signals) {
-              const std::uint64_t at = pieces ? piece_signal_at(heap, c, set, op, nth, source) : signal_at(heap, c, set, op, nth, source);
+              const std::uint64_t at =
+                  pieces ? piece_signal_at(heap, c, set, op, nth, source) : signal_at(heap, c, set, op, nth, source);
               CHECK(at >= heap.arrival && at + kWordBytes <= heap.counts && at % kWordBytes == 0);
               words.insert(at);
             }
@@ -124,7 +125,8 @@ void check_arrivals(check::Random& random) {
 void check_aborts() {
   for (auto reason : {AbortReason::Death, AbortReason::Timeout, AbortReason::Fabric, AbortReason::Protocol,
                       AbortReason::Interrupted, AbortReason::Closed, AbortReason::User, AbortReason::Refused})
-    for (auto phase : {Phase::None, Phase::DispatchSend, Phase::DispatchRecv, Phase::CombineSend, Phase::CombineRecv, Phase::Weights})
+    for (auto phase : {Phase::None, Phase::DispatchSend, Phase::DispatchRecv, Phase::CombineSend, Phase::CombineRecv,
+                       Phase::Weights})
       for (std::uint32_t rank : {0u, 1u, 1023u, kNoRank})
         for (std::uint32_t step : kAroundZero) {
           const std::uint64_t word = abort_word({reason, phase, rank, kMaxRanks - 1, step});
@@ -193,7 +195,8 @@ void apart(std::vector<Span> spans, std::uint64_t bytes) {
   std::sort(spans.begin(), spans.end(), [](const Span& a, const Span& b) { return a.begin < b.begin; });
   for (std::size_t i = 0; i < spans.size(); ++i) {
     if (spans[i].end > bytes) check::fail(__FILE__, __LINE__, spans[i].what + " ends after the heap");
-    if (i > 0 && spans[i].begin < spans[i - 1].end) check::fail(__FILE__, __LINE__, spans[i].what + " overlaps " + spans[i - 1].what);
+    if (i > 0 && spans[i].begin < spans[i - 1].end)
+      check::fail(__FILE__, __LINE__, spans[i].what + " overlaps " + spans[i - 1].what);
   }
 }
 
@@ -208,12 +211,14 @@ void check_block(const Config& c) {
     if (c.on_gpu && op != Op::Weights && b.row_bytes >= 2048) CHECK(b.row_bytes % 128 == 0 && b.header_bytes % 128 == 0);
   }
   const std::uint64_t x = std::uint64_t{c.hidden} * (quantised(c.wire) ? 1 : dtype_bytes(c.dtype));
-  const std::uint64_t blocks = c.wire == Wire::Native ? 0 : (c.hidden + (c.wire == Wire::MXFP8 ? 31 : 127)) / (c.wire == Wire::MXFP8 ? 32 : 128);
+  const std::uint64_t block = c.wire == Wire::MXFP8 ? 32 : 128;
+  const std::uint64_t blocks = c.wire == Wire::Native ? 0 : (c.hidden + block - 1) / block;
   const BlockLayout d = dispatch_block(c);
   CHECK(d.header_bytes >= sizeof(BlockHeader) + 4 * experts_per_rank(c));
   CHECK(d.scales_at >= x && d.scales_at % 16 == 0);
   CHECK(d.route_at >= d.scales_at + blocks * (c.wire == Wire::MXFP8 ? 1 : 4) && d.route_at % 16 == 0);
-  CHECK(d.arrival_at >= d.route_at + route_bytes(c) && route_bytes(c) >= 8 + 8 * c.top_k && d.arrival_at % 8 == 0 && d.arrival_at + 8 <= d.row_bytes);
+  CHECK(d.arrival_at >= d.route_at + route_bytes(c) && route_bytes(c) >= 8 + 8 * c.top_k && d.arrival_at % 8 == 0 &&
+        d.arrival_at + 8 <= d.row_bytes);
   const BlockLayout back = combine_block(c);
   CHECK(back.tail_at >= std::uint64_t{c.hidden} * dtype_bytes(c.dtype));
   CHECK(back.arrival_at >= back.tail_at + 4 * c.top_k && back.arrival_at + 8 <= back.row_bytes);
@@ -277,7 +282,8 @@ void check_heap(const Config& c) {
   other.remote_peers = (c.remote_peers + 1) % c.world;
   other.rank = c.world - 1;
   const Heap theirs = heap_of(other);
-  for (std::uint32_t op = 0; op < kOps; ++op) CHECK_EQ(h.slot_at(c, c.in_flight - 1, Op(op), 0), theirs.slot_at(other, c.in_flight - 1, Op(op), 0));
+  for (std::uint32_t op = 0; op < kOps; ++op)
+    CHECK_EQ(h.slot_at(c, c.in_flight - 1, Op(op), 0), theirs.slot_at(other, c.in_flight - 1, Op(op), 0));
   CHECK_EQ(h.arrival_at(c, 0, Signal::Combine, 0), theirs.arrival_at(other, 0, Signal::Combine, 0));
 }
 
@@ -293,7 +299,8 @@ void check_large(Config c, std::uint64_t slot_bytes) {
   for (std::uint32_t op = 0; op < kPieceOps; ++op) {
     const BlockLayout block = block_layout(c, Op(op));
     const std::uint32_t rows = h.in_pieces ? h.piece_rows : max_rows_of_block(c);
-    const Wide row = block.header_bytes + Wide{rows - 1} * block.row_bytes, slot = Wide{h.slot_bytes[op]} * (Wide{c.world} * set + last);
+    const Wide row = block.header_bytes + Wide{rows - 1} * block.row_bytes,
+        slot = Wide{h.slot_bytes[op]} * (Wide{c.world} * set + last);
     CHECK(row >> 32 != 0 && slot >> 32 != 0);
     CHECK(Wide{block.row_at(rows - 1)} == row && Wide{block.bytes(rows)} == row + block.row_bytes);
     CHECK(Wide{h.slot_at(c, set, Op(op), last)} == h.slots[op] + slot);
@@ -301,7 +308,9 @@ void check_large(Config c, std::uint64_t slot_bytes) {
     if (h.in_pieces) CHECK(Wide{h.piece_at(Op(op), 1)} >= row + block.row_bytes);
     const Wide send = h.send[op] + Wide{h.send_bytes[op]} * set;
     CHECK(Wide{h.send_at(set, Op(op))} == send);
-    if (c.on_gpu) CHECK(Wide{h.spaced_send_at(c, set, Op(op), c.remote_peers - 1)} >= send + Wide{c.remote_peers - 1} * (row + block.row_bytes));
+    if (c.on_gpu)
+      CHECK(Wide{h.spaced_send_at(c, set, Op(op), c.remote_peers - 1)} >= send +
+            Wide{c.remote_peers - 1} * (row + block.row_bytes));
   }
 }
 

@@ -1,4 +1,5 @@
-// src/cuda/common/ptx.cuh for a CPU. Between any two of these another thread of the grid, of another block or of another rank may come in.
+// src/cuda/common/ptx.cuh for a CPU. Between any two of these another thread of the grid, of another block or of another rank may
+// come in.
 #pragma once
 
 #include <chrono>
@@ -136,7 +137,9 @@ inline bool turn_is_over_now(std::uint64_t* turns, std::uint32_t parity) {
 inline void bulk_load(void* shared, const void* from, std::uint32_t bytes, std::uint64_t* turns) {
   emulation::copy({shared, from, bytes, turns, nullptr, 0, {}, 0});
 }
-inline void bulk_store(void* to, const void* shared, std::uint32_t bytes) { emulation::copy({to, shared, bytes, nullptr, &emulation::here(), 0, {}, 0}); }
+inline void bulk_store(void* to, const void* shared, std::uint32_t bytes) {
+  emulation::copy({to, shared, bytes, nullptr, &emulation::here(), 0, {}, 0});
+}
 inline void bulk_end_group() { ++emulation::here().groups; }
 template <std::uint32_t kBut>
 void bulk_await_read() {
@@ -154,4 +157,5 @@ inline void fence_copies() { emulation::maybe_yield(); }
 }  // namespace pplx::cuda
 
 #define PPLX_SHARED(Type, name) Type& name = emulation::shared<Type>()
-#define PPLX_LAUNCHED_SHARED(name) auto* const name = reinterpret_cast<std::uint32_t*>(emulation::here().block->launched_shared.data())
+#define PPLX_LAUNCHED_SHARED(name) \
+  auto* const name = reinterpret_cast<std::uint32_t*>(emulation::here().block->launched_shared.data())

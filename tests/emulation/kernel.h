@@ -1,9 +1,9 @@
 // The language of CUDA kernels as far as src/cuda speaks it, for a CPU: included before everything else.
 //
 // A launch runs on one thread of the process. Each thread of its grid is a fiber with a stack of its own; one goes on when another
-// waits at a barrier, in a shuffle or for memory, and now and then without cause, from a fixed seed. So all blocks of a grid are there
-// at once, in some order that is not the hardware's: this finds wrong protocols and wrong barriers, and nothing about memory models or
-// speed.
+// waits at a barrier, in a shuffle or for memory, and now and then without cause, from a fixed seed. So all blocks of a grid are
+// there at once, in some order that is not the hardware's: this finds wrong protocols and wrong barriers, and nothing about memory
+// models or speed.
 #pragma once
 
 #include <algorithm>
@@ -207,7 +207,8 @@ inline unsigned __vmaxu2(unsigned a, unsigned b) {
 }
 inline void __threadfence_system() {}
 inline void __threadfence() {}
-// Lets all other threads have turns, the more the longer it is. A turn takes microseconds here: the pauses of a fuzz build would be seconds.
+// Lets all other threads have turns, the more the longer it is. A turn takes microseconds here: the pauses of a fuzz build would be
+// seconds.
 inline void __nanosleep(unsigned nanoseconds) {
   for (unsigned turns = 1 + nanoseconds / 4096; turns > 0; --turns) emulation::yield();
 }

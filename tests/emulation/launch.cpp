@@ -272,7 +272,8 @@ bool barrier_sync(unsigned number, unsigned threads, bool good) {
 }
 
 void copy(Copy c) {
-  for (const std::uintptr_t at : {reinterpret_cast<std::uintptr_t>(c.to), reinterpret_cast<std::uintptr_t>(c.from), std::uintptr_t{c.bytes}})
+  for (const std::uintptr_t at : {reinterpret_cast<std::uintptr_t>(c.to), reinterpret_cast<std::uintptr_t>(c.from),
+                                  std::uintptr_t{c.bytes}})
     if (at % 16 != 0) std::abort();   // as a GPU would
   if (c.bytes == 0) std::abort();
   if (c.thread != nullptr) c.group = c.thread->groups;

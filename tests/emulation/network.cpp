@@ -28,14 +28,16 @@ struct Window {
   std::uint32_t peer;
   char* theirs;                 // the peer's, laid out alike
 };
-// PPLX_EMULATION_CUT. "lost=0-2@40": the 40th put of rank 0 to rank 2 and all behind it do not land, which is rank 0's error as soon as the
-// first was to. "unheard=0-2@40": they land, and it is an error once a rank asks whether they have left, which they never have.
+// PPLX_EMULATION_CUT. "lost=0-2@40": the 40th put of rank 0 to rank 2 and all behind it do not land, which is rank 0's error as
+// soon as the first was to. "unheard=0-2@40": they land, and it is an error once a rank asks whether they have left, which they
+// never have.
 constexpr std::uint64_t kCutError = 12;
 class Cut {
  public:
   explicit Cut(const char* how) {
     char effect[8] = {};
-    if (how != nullptr && std::sscanf(how, "%7[a-z]=%u-%u@%u", effect, &rank_, &peer_, &put_) == 4) loses_ = std::strcmp(effect, "lost") == 0;
+    if (how != nullptr && std::sscanf(how, "%7[a-z]=%u-%u@%u", effect, &rank_, &peer_, &put_) == 4)
+      loses_ = std::strcmp(effect, "lost") == 0;
   }
   // Asked once for each put.
   bool takes(const Put& of) { return of.rank == rank_ && of.peer == peer_ && ++posted_ >= put_; }
@@ -218,7 +220,9 @@ class Network {
 }  // namespace
 
 void post(const Put& put) { Network::instance().post(put); }
-bool has_left(const char* own, std::uint32_t peer, std::uint32_t context) { return Network::instance().has_left(own, peer, context); }
+bool has_left(const char* own, std::uint32_t peer, std::uint32_t context) {
+  return Network::instance().has_left(own, peer, context);
+}
 std::uint64_t error_of(const char* own, std::uint32_t peer) { return Network::instance().error_of(own, peer); }
 
 }  // namespace emulation

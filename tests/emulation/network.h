@@ -1,7 +1,7 @@
-// A network for the stand-in of a carrier that kernels drive: a thread of the process that delivers puts late and in any order, a piece
-// at a time. Its source is read when a piece is delivered. One has left when it has landed and a rank has asked often enough; a put from
-// where an earlier one has not left ends the process. A link may break: see Cut in network.cpp. Everything follows from a seed (PPLX_SEED),
-// but when the thread runs.
+// A network for the stand-in of a carrier that kernels drive: a thread of the process that delivers puts late and in any order, a
+// piece at a time. Its source is read when a piece is delivered. One has left when it has landed and a rank has asked often enough;
+// a put from where an earlier one has not left ends the process. A link may break: see Cut in network.cpp. Everything follows from
+// a seed (PPLX_SEED), but when the thread runs.
 #pragma once
 
 #include <cstdint>

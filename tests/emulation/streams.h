@@ -1,5 +1,5 @@
-// Streams, events and captured graphs of the emulation. A stream is a queue that a thread of its own works off, in order; streams that
-// nothing orders run beside each other. The null stream is one for each thread that launches.
+// Streams, events and captured graphs of the emulation. A stream is a queue that a thread of its own works off, in order; streams
+// that nothing orders run beside each other. The null stream is one for each thread that launches.
 //
 // A stream that is being captured keeps what it is given as nodes of a graph, with the nodes that must end before each. A replay
 // gives them to the graph's own streams, one for each that was captured, so that its branches run beside each other, too.

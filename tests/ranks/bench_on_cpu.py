@@ -19,7 +19,6 @@ from typing import Any
 import torch
 
 from bench.gpu import measure as gpu
-from bench.gpu.peers import AllToAllSingle
 from bench.harness.rank import leave
 from pplx_comm import AllToAll
 
@@ -149,24 +148,12 @@ def wrong_dispatch(right: Callable[..., Any]) -> Callable[..., Any]:
     return dispatch
 
 
-def failing(right: Callable[..., Any]) -> Callable[..., Any]:
-    """A peer at three tokens, before anything is exchanged."""
-
-    def dispatch(peer: AllToAllSingle, i: int) -> None:
-        if len(peer._packed[i]) == 3 and peer._world.rank == 1:
-            raise RuntimeError("planted: too many experts\nand a stack of calls")
-        right(peer, i)
-
-    return dispatch
-
-
 PLANTS: dict[str, list[tuple[type, str, Any]]] = {
     "none": [],
     "deaf": [],  # an AllToAll that does not heed crossover.py's setting
     "combine": [(AllToAll, "combine", wrong), (AllToAll, "combine_recv", wrong)],
     "later": [(AllToAll, "combine_recv", wrong)],
     "dispatch": [(AllToAll, "dispatch_recv", wrong_dispatch)],
-    "peer": [(AllToAllSingle, "dispatch", failing)],
 }
 
 

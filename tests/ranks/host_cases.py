@@ -41,7 +41,7 @@ class Recorded(NoLaunches):
 
 def launches(me: Any, layout: str) -> None:
     kind = {"ragged": pc.Ragged(align=8), "padded": pc.Padded(), "compact": pc.Compact()}[layout]
-    a2a = pc.AllToAll(me.comm, num_experts=4, top_k=TOP_K, hidden=HIDDEN, max_tokens_per_rank=TOKENS, layout=kind)
+    a2a = pc.AllToAll(me.comm, num_experts=4, top_k=TOP_K, hidden=HIDDEN, max_tokens_per_rank=TOKENS, layout=kind, device="cpu")
     core = Recorded()
     with without_launches(a2a, core), torch.no_grad():
         x, weights = torch.zeros(TOKENS, HIDDEN, dtype=torch.bfloat16), torch.rand(TOKENS, TOP_K)
@@ -70,7 +70,7 @@ def launches(me: Any, layout: str) -> None:
     for scale_layout in ("row", "tma"):
         quantised = pc.AllToAll(
             me.comm, num_experts=4, top_k=TOP_K, hidden=HIDDEN, max_tokens_per_rank=TOKENS, layout=kind, wire="fp8",
-            scale_layout=scale_layout,
+            scale_layout=scale_layout, device="cpu",
         )  # fmt: skip
         with quantised, without_launches(quantised, core), torch.no_grad():
             _as_operators(quantised, core, x, ids, weights)

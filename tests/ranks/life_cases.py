@@ -105,7 +105,7 @@ def several_closes(me: Any, case: Case) -> None:
     comm.close()
     r = raised(comm.barrier)
     must(bool(r.get("is_error")) and "close" in r["message"], "a closed Communicator says so:", r)
-    r = raised(lambda: pc.AllToAll(comm, num_experts=1, top_k=1, hidden=8, max_tokens_per_rank=1))
+    r = raised(lambda: pc.AllToAll(comm, num_experts=1, top_k=1, hidden=8, max_tokens_per_rank=1, device="cpu"))
     must(bool(r.get("is_error")) and "close" in r["message"], "a closed Communicator says so:", r)
     me._comm = None
     with open_all_to_all(me, case) as again:

@@ -6,6 +6,7 @@ import math
 import re
 from typing import Any
 
+import pytest
 import reference
 import torch
 from cases import DTYPES, Case
@@ -14,6 +15,7 @@ from rank_cases import Good, check_dispatched, environment, exchange, open_all_t
 from reference import same_bits
 
 import pplx_comm as pc
+from pplx_comm.wiring import config
 
 
 def bad_dispatches(me: Any, case: Case, clumsy: int) -> None:
@@ -265,6 +267,14 @@ def construct(
     with open_all_to_all(me, case) as a2a:
         Good(me, case, a2a).step()
     return result
+
+
+def sees_a_gpu(me: Any, who: list[int]) -> dict[str, Any]:
+    """Ranks `who` have a GPU, as far as torch and the CUDA module say; device= is left out."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: me.rank in who)
+        patch.setattr(config, "device_index", lambda _: 0)
+        return construct(me, {"device": None}, {}, {})
 
 
 def ninth(me: Any) -> dict[str, Any]:

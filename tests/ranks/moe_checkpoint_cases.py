@@ -21,7 +21,7 @@ SIZES = {"hidden": 64, "intermediate": 32, "num_experts": 6, "top_k": 2}
 def make_layer(comm: Any, seed: int, mesh: Any = None, **arguments: Any) -> MoE:
     return MoE(
         **SIZES, comm=comm, max_tokens_per_rank=16, dtype=torch.float32, shared_intermediate=32, mesh=mesh, seed=seed,
-        router=RouterOptions("sigmoid", correction_bias=True), all_to_all={"timeout": 20.0}, **arguments,
+        router=RouterOptions("sigmoid", correction_bias=True), all_to_all={"timeout": 20.0, "device": "cpu"}, **arguments,
     )  # fmt: skip
 
 
@@ -123,6 +123,7 @@ def names(me: Any, family: str, shared: bool, bias: bool) -> dict[str, Any]:
         MoE(
             **SIZES, comm=me.comm, max_tokens_per_rank=16, dtype=torch.float32, shared_intermediate=32 if shared else 0,
             shared_gate=family == "qwen", seed=seed, router=RouterOptions("sigmoid", correction_bias=bias),
+            all_to_all={"device": "cpu"},
         )
         for seed in (1, 2)
     )  # fmt: skip
@@ -134,7 +135,14 @@ def names(me: Any, family: str, shared: bool, bias: bool) -> dict[str, Any]:
 
 def slices(me: Any, family: str) -> dict[str, Any]:
     """Whole experts, loaded by ranks that have slices of them, beside slices that follow from the same seed; and saved."""
-    sizes = {**SIZES, "comm": me.comm, "max_tokens_per_rank": 16, "dtype": torch.float32, "expert_tp": 2}
+    sizes = {
+        **SIZES,
+        "comm": me.comm,
+        "max_tokens_per_rank": 16,
+        "dtype": torch.float32,
+        "expert_tp": 2,
+        "all_to_all": {"device": "cpu"},
+    }
     one, other, third = (MoE(**sizes, seed=seed) for seed in (1, 2, 3))
     whole = Experts(
         Placement(one.placement.num_experts, 1, 0), SIZES["hidden"], SIZES["intermediate"], one.a2a.device, torch.float32

@@ -173,6 +173,12 @@ def test_the_cpu_by_number(crew: Crews) -> None:
     assert not any(r.get("is_error") for r in crew.run("misuse_cases:construct", {"device": "cpu:0"}, {}, {}))
 
 
+def test_a_gpu_on_one_rank(crew: Crews) -> None:
+    for r in crew.run("misuse_cases:sees_a_gpu", [1]):
+        assert r.get("is_error") and "device is 'cpu' on ranks 0, 2, 'cuda' on rank 1" in r["message"], r
+    assert not any(r.get("is_error") for r in crew.run("misuse_cases:sees_a_gpu", []))
+
+
 def test_a_missing_provider() -> None:
     """No libfabric on one rank, or no NIC for the provider on any: all soon hear which rank lacks what, and later calls work."""
     proxy = {"transport": "proxy", "provider": "tcp"}

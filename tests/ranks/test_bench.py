@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import signal
-import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,7 +23,6 @@ OVERLAP = ["--gemm-size", "64", "--gemm-experts", "3", "--gemm-rows", "4", "--in
 OVERLAP += ["--rounds", "6", "--calm", "3"]
 PHASES = {"dispatch", "combine", "round trip"}
 HALVES = {"dispatch_send", "dispatch_recv", "combine_send", "combine_recv"}
-LAUNCHERS = ("RANK", "WORLD_SIZE", "PMI_", "PMIX_", "OMPI_", "SLURM_", "MASTER_")
 
 
 @pytest.fixture(scope="module")
@@ -131,16 +126,6 @@ def test_what_is_wrong_fails_the_run(program: str, plant: str, says: str, argume
     assert 0 not in statuses and says in said, said
 
 
-@pytest.mark.slow
-def test_a_peer_that_fails_is_left_out(tmp_path: Path) -> None:
-    """The rest is measured, and the table says why a peer of one rank failed at the second size."""
-    arguments = [*GPU, *TINY, "--tokens", "2,3", "--timeout", "6", "--peers", "nccl"]
-    record, said = written_by(tmp_path, ON_CPU, "latency", "peer", *arguments)
-    assert "nccl off: at 3 tokens: planted: too many experts\n" in said, said
-    assert [p["tokens"] for p in record["points"]] == [2, 3]
-    assert [(p["peer"], p["tokens"]) for p in record["peers"]] == [("nccl", 2)] and "nccl" in record["peers_off"]
-
-
 @pytest.mark.parametrize(("layout", "wire", "row"), [("ragged", "native", 512), ("compact", "mxfp8", 256 + 8)])
 def test_the_floor_copies_every_byte_once(crew: Crew, layout: str, wire: str, row: int) -> None:
     """Rows to peers, a row per place; expert rows in, partial rows out and in, tokens out. Own rows are not sent."""
@@ -158,23 +143,3 @@ def test_the_floor_copies_every_byte_once(crew: Crew, layout: str, wire: str, ro
 def test_peers_bring_what_was_sent(crew: Crew) -> None:
     shape = ["--tokens", "5", "--dtype", "fp32", "--hidden", "256", "--experts", "7", "--top-k", "3", "--wire", "fp8"]
     crew.run("bench_cases:gpu_peers", shape)
-
-
-@pytest.mark.slow
-def test_no_rank_is_left_behind(tmp_path: Path) -> None:
-    """The benchmark's own launcher ends all ranks when one is killed. It works from any folder."""
-    clean = {name: value for name, value in os.environ.items() if not name.startswith((*LAUNCHERS, "PYTHONPATH"))}
-    command = [sys.executable, str(LATENCY), "-n", "2", *TINY, "--tokens", "2", "--seconds", "100", "--transport", "proxy:shm"]
-    launcher = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=clean, cwd=tmp_path)
-    assert launcher.stderr is not None
-    try:
-        launcher.stderr.readline()  # "measuring ..."
-        ranks = [int(child) for child in Path(f"/proc/{launcher.pid}/task/{launcher.pid}/children").read_text().split()]
-        assert len(ranks) == 2
-        os.kill(ranks[1], signal.SIGKILL)
-        _, said = launcher.communicate(timeout=30)
-        assert launcher.returncode != 0 and "rank 1 was killed by SIGKILL" in said
-        assert not Path(f"/proc/{ranks[0]}").exists()
-        assert not [name for name in os.listdir("/dev/shm") if any(f".{rank}." in name for rank in ranks)]
-    finally:
-        launcher.kill()

@@ -91,7 +91,7 @@ def test_tensors_without_a_name() -> None:
 
 def test_codes_with_scales(comm: pc.Communicator) -> None:
     """As DeepSeek-V3 is published: e4m3 with a scale per 128 x 128."""
-    one, other = (MoE(128, 128, 3, 1, comm, max_tokens_per_rank=8, seed=s) for s in (1, 2))
+    one, other = (MoE(128, 128, 3, 1, comm, max_tokens_per_rank=8, seed=s, all_to_all={"device": "cpu"}) for s in (1, 2))
     saved = checkpoint.save(one, "deepseek")
     name = "experts.1.up_proj.weight"
     codes, scale = functional.quantise_weights(saved[name][None])
@@ -105,7 +105,7 @@ def test_codes_with_scales(comm: pc.Communicator) -> None:
 
 def test_tensors_that_are_not_loaded(comm: pc.Communicator) -> None:
     """A tensor that is missing, or of another type or shape, is named, and the layer is unchanged."""
-    layer, other = (MoE(128, 128, 3, 1, comm, max_tokens_per_rank=8, seed=s) for s in (1, 2))
+    layer, other = (MoE(128, 128, 3, 1, comm, max_tokens_per_rank=8, seed=s, all_to_all={"device": "cpu"}) for s in (1, 2))
     before = [w.detach().clone() for w in layer.parameters()]
     saved = checkpoint.save(other, "deepseek")
     name = "experts.2.down_proj.weight"  # the last but the router's, of which all others would have been copied

@@ -580,7 +580,7 @@ def test_without_nvshmem(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(pc.Error, match=r"pip install nvidia-nvshmem-cu13==3\.4\.5"):
         nvshmem.kernels()
     comm = pc.Communicator.from_env()
-    arguments = {"num_experts": 2, "top_k": 1, "hidden": 64, "max_tokens_per_rank": 2, "transport": "nvshmem"}
+    arguments = {"num_experts": 2, "top_k": 1, "hidden": 64, "max_tokens_per_rank": 2, "transport": "nvshmem", "device": "cpu"}
     with pytest.raises(pc.Error, match=r"needs device='cuda'"):
         pc.AllToAll(comm, **arguments)  # type: ignore[arg-type]
     comm.close()

@@ -222,7 +222,7 @@ def test_received_rows_travel_on(comm: pc.Communicator, wire: str, layout: str) 
     """Codes and scales from dispatch, in either layout, are valid input of dispatch: nothing is quantised twice."""
     options: dict[str, Any] = {
         "num_experts": 2, "top_k": 1, "hidden": 328, "max_tokens_per_rank": 37, "dtype": torch.float32, "wire": wire,
-        "layout": LAYOUTS[layout],
+        "layout": LAYOUTS[layout], "device": "cpu",
     }  # fmt: skip
     x = torch.randn(37, 328, generator=generator(6))
     x[3, 130:140], x[5, 300], x[7], x[9] = 0.0, torch.nan, 0.0, 2.0**-145
@@ -249,7 +249,9 @@ def test_received_rows_travel_on(comm: pc.Communicator, wire: str, layout: str) 
 def test_zero_scales_of_padding_travel_on(comm: pc.Communicator) -> None:
     """Rows between segments have scale 0, which is no power of two: passing them on is not refused."""
     layout, ids = pc.Ragged(8, zero_pad=True), torch.zeros(8, 1, dtype=torch.int32)
-    with pc.AllToAll(comm, num_experts=1, top_k=1, hidden=128, max_tokens_per_rank=8, wire="fp8_ue8m0", layout=layout) as a2a:
+    with pc.AllToAll(
+        comm, num_experts=1, top_k=1, hidden=128, max_tokens_per_rank=8, wire="fp8_ue8m0", layout=layout, device="cpu"
+    ) as a2a:
         d = a2a.dispatch(torch.ones(3, 128, dtype=torch.bfloat16), ids[:3])
         d.release()
         d = a2a.dispatch(d.x[:8], ids, x_scale=d.scale[:8])

@@ -220,6 +220,7 @@ def megatron_names_layer(case: dict[str, Any]) -> dict[str, float]:
         ours = MoE(
             case["hidden"], case["inner"], case["experts"], case["top_k"], comm, max_tokens_per_rank=case["tokens"],
             dtype=torch.float32, shared_intermediate=case["inner"], shared_gate=True, router=RouterOptions("sigmoid", correction_bias=True),
+            all_to_all={"device": "cpu"},
         )  # fmt: skip
         state = {name: t for name, t in theirs.state_dict().items() if isinstance(t, torch.Tensor)}
         checkpoint.load(ours, state, "megatron_sequential")

@@ -35,13 +35,6 @@ def fabric(**changed: float) -> Any:
     return f
 
 
-def test_bare_writes() -> None:
-    """Four sources share one target's link: 10 us for each 1000 bytes, chunk by chunk, then 10 us of latency and 4 us back."""
-    found = m.bare_writes(fabric(), 5, [(0.0, source, 4, 0, 1000) for source in range(4)])
-    assert sorted(at for at, _ in found) == pytest.approx([47.0, 48.0, 49.0, 50.0])
-    assert [back - at for at, back in found] == pytest.approx([4.0] * 4)
-
-
 def tiny_costs() -> Any:
     costs = m.OurCosts()
     costs.dispatch_send = costs.combine_send = m.KernelTime(3.0, 0.0)
@@ -77,18 +70,6 @@ def rows_costs(fixed: float, row: float) -> Any:
     costs.dispatch = costs.combine = m.KernelTime(fixed, row)
     costs.gpu_post_us, costs.signal_us = 1.0, 0.5
     return costs
-
-
-def test_rows_that_gpus_post_by_hand() -> None:
-    """Half of 6 us, the post 1, rows and a count on the link, latency 10, the signal 0.5, the other half."""
-    s = two_ranks()
-    dispatch, combine = m.run_rows(s, fabric(), rows_costs(6.0, 0.0), SEED)
-    row, back, count = 128 + 4 + 16, 256, 8  # codes, a scale and a header; bfloat16
-    assert (dispatch.writes, combine.writes) == (2 * (5 + 1), 2 * (5 + 1))
-    assert dispatch.bytes_posted == dispatch.bytes_landed == 2 * (5 * row + count)
-    around = 3 + 1 + 10 + 0.5 + 3
-    assert dispatch.finished == [pytest.approx(around + (5 * row + count) / 100)] * 2
-    assert combine.finished == [pytest.approx(around + (5 * back + count) / 100)] * 2
 
 
 @pytest.mark.parametrize("name", sorted(fabrics.FABRICS))

@@ -18,6 +18,7 @@ from pplx_comm.moe.segments import Segments
 from pplx_comm.moe.swiglu import swiglu_quantise
 
 GPU = torch.device("cuda")
+CPU = {"device": "cpu"}
 FEW, MANY = 8, 4096
 
 
@@ -66,7 +67,7 @@ def timed(monkeypatch: pytest.MonkeyPatch) -> list[Timed]:
 @pytest.mark.parametrize("precision", ["bf16", "fp8"])
 def test_few_tokens_and_many(comm: pc.Communicator, timed: list[Timed], precision: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Whichever come first, each number is measured once, with tiles for its rows; and never while a graph is captured."""
-    layer = MoE(128, 64, 8, 2, comm, precision, max_tokens_per_rank=MANY, inference=True)
+    layer = MoE(128, 64, 8, 2, comm, precision, max_tokens_per_rank=MANY, inference=True, all_to_all=CPU)
     g = torch.Generator().manual_seed(seed())
     x = torch.randn(MANY, 128, generator=g).bfloat16()
     asked: list[Segments] = []
@@ -120,7 +121,7 @@ def test_both_products_in_one_launch(comm: pc.Communicator, timed: list[Timed], 
         return microseconds(call)
 
     monkeypatch.setattr(choose, "_microseconds", of_both)
-    layer = MoE(128, 64, 8, 2, comm, "fp8", max_tokens_per_rank=MANY)
+    layer = MoE(128, 64, 8, 2, comm, "fp8", max_tokens_per_rank=MANY, all_to_all=CPU)
     x = torch.randn(MANY, 128, generator=torch.Generator().manual_seed(seed())).bfloat16()
     names = ["forward 128x128", "forward 64x128"]
     with torch.no_grad():
@@ -144,7 +145,7 @@ def test_a_backward_pass_expects_the_same_rows(comm: pc.Communicator, monkeypatc
     monkeypatch.setattr(products, "_like", lambda where, rows: averages.append(where.average(10**6)) or like(where, rows))
     for recompute in ("nothing", "dispatch"):
         averages.clear()
-        layer = MoE(64, 32, 8, 2, comm, max_tokens_per_rank=MANY, recompute=recompute, dtype=torch.float32)
+        layer = MoE(64, 32, 8, 2, comm, max_tokens_per_rank=MANY, recompute=recompute, dtype=torch.float32, all_to_all=CPU)
         layer(torch.randn(40, 64, requires_grad=True)).sum().backward()
         assert averages == [10] * (6 if recompute == "nothing" else 7), (recompute, averages)
 
@@ -152,7 +153,7 @@ def test_a_backward_pass_expects_the_same_rows(comm: pc.Communicator, monkeypatc
 def test_expected_rows(comm: pc.Communicator) -> None:
     """Expectation by most_tokens where ranks know it, else by this rank's tokens; without tokens, by the most that there may be."""
     seen = []
-    layer = MoE(64, 32, 8, 2, comm, max_tokens_per_rank=128, inference=True, decode_tokens=64, dtype=torch.float32)
+    layer = MoE(64, 32, 8, 2, comm, max_tokens_per_rank=128, inference=True, decode_tokens=64, dtype=torch.float32, all_to_all=CPU)
     compute = layer.experts.forward
 
     def noted(ticket: torch.Tensor, one: F.Pass, *arguments: Any) -> torch.Tensor:
@@ -171,7 +172,7 @@ def test_expected_rows(comm: pc.Communicator) -> None:
 
 def test_choices_of_calls(comm: pc.Communicator, timed: list[Timed]) -> None:
     """Choices by tokens, and the way that they went."""
-    layer = MoE(128, 64, 8, 2, comm, max_tokens_per_rank=MANY, decode_tokens=16, inference=True)
+    layer = MoE(128, 64, 8, 2, comm, max_tokens_per_rank=MANY, decode_tokens=16, inference=True, all_to_all=CPU)
     with torch.no_grad():
         for tokens, most in ((FEW, None), (MANY, None), (5, 8)):
             layer(torch.randn(tokens, 128), most)
@@ -185,7 +186,7 @@ def test_choices_of_calls(comm: pc.Communicator, timed: list[Timed]) -> None:
 
 
 def test_choices_of_a_training_step(comm: pc.Communicator) -> None:
-    layer = MoE(128, 64, 8, 2, comm, max_tokens_per_rank=32, gemm="loop")
+    layer = MoE(128, 64, 8, 2, comm, max_tokens_per_rank=32, gemm="loop", all_to_all=CPU)
     layer(torch.randn(7, 128, requires_grad=True)).sum().backward()
     every = [f"{what} {weights}" for what in ("forward", "dgrad", "wgrad") for weights in ("128x128", "64x128")]
     assert layer.choices() == {7: F.Ran("ragged", dict.fromkeys(every, "loop"))}

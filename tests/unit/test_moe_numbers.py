@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import reference
 import torch
@@ -154,6 +156,7 @@ def test_a_layer_of_pieces(comm: pc.Communicator) -> None:
         max_tokens_per_rank=32,
         dtype=torch.float32,
         layout=pc.Ragged(align=16, zero_pad=True),
+        device="cpu",
     )
     x, logits = normal(20, 64).requires_grad_(), normal(20, 4).requires_grad_()
     gate_up, down = normal(4, 96, 64).requires_grad_(), normal(4, 64, 48).requires_grad_()
@@ -176,7 +179,8 @@ def test_a_layer_of_pieces(comm: pc.Communicator) -> None:
 
 def test_rows_that_lie_otherwise(comm: pc.Communicator) -> None:
     ids = torch.zeros(1, 1, dtype=torch.int64)
-    x, shape = torch.zeros(1, 64, dtype=torch.bfloat16), {"num_experts": 4, "top_k": 1, "hidden": 64, "max_tokens_per_rank": 8}
+    x = torch.zeros(1, 64, dtype=torch.bfloat16)
+    shape: Any = {"num_experts": 4, "top_k": 1, "hidden": 64, "max_tokens_per_rank": 8, "device": "cpu"}
     for layout, match in ((pc.Padded(), "no_grad"), (pc.Compact(), "Compact")):
         with pc.AllToAll(comm, layout=layout, **shape) as a2a, pytest.raises(pc.Error, match=match):
             F.send(a2a, x, ids, torch.ones(1, 1))
@@ -186,7 +190,7 @@ def test_rows_that_lie_otherwise(comm: pc.Communicator) -> None:
 
 def test_products_of_padded_rows(comm: pc.Communicator) -> None:
     """Behind a dispatch, with products that take rows so; and without gradients."""
-    a2a = pc.AllToAll(comm, num_experts=4, top_k=2, hidden=64, max_tokens_per_rank=8, layout=pc.Padded(align=16))
+    a2a = pc.AllToAll(comm, num_experts=4, top_k=2, hidden=64, max_tokens_per_rank=8, layout=pc.Padded(align=16), device="cpu")
     x, w, ids = normal(8, 64).bfloat16(), normal(4, 48, 64).bfloat16(), torch.tensor([[0, 2]] * 5 + [[2, 3]] * 3)
     with a2a:
         d = a2a.dispatch(x, ids)

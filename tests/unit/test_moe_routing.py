@@ -93,8 +93,8 @@ def test_refused_arguments(comm: pc.Communicator) -> None:
         ({"gemm": "abacus"}, "abacus"),
     ):
         with pytest.raises(pc.Error, match=said):
-            MoE(*sizes, **arguments)
-    layer = MoE(*sizes, max_tokens_per_rank=8, inference=True)
+            MoE(*sizes, **arguments, all_to_all={"device": "cpu"})
+    layer = MoE(*sizes, max_tokens_per_rank=8, inference=True, all_to_all={"device": "cpu"})
     with pytest.raises(pc.Error, match="no_grad"):
         layer(torch.zeros(1, 64))
     with pytest.raises(pc.Error, match="correction_bias"):
@@ -105,7 +105,10 @@ def test_refused_arguments(comm: pc.Communicator) -> None:
 
 def test_inference(comm: pc.Communicator) -> None:
     """The same bits as in training. The weights' codes are kept until the weights are written to."""
-    plain, constant = (MoE(128, 128, 4, 2, comm, "fp8", max_tokens_per_rank=16, inference=kept) for kept in (False, True))
+    plain, constant = (
+        MoE(128, 128, 4, 2, comm, "fp8", max_tokens_per_rank=16, inference=kept, all_to_all={"device": "cpu"})
+        for kept in (False, True)
+    )
     x = torch.randn(16, 128, generator=torch.Generator().manual_seed(seed())).bfloat16()
     with torch.no_grad():
         before = constant(x)

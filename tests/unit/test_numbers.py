@@ -25,6 +25,7 @@ def alone(comm: pc.Communicator, hidden: int, tokens: int, **options: Any) -> pc
     """One expert, one choice, everything stays here."""
     return pc.AllToAll(
         comm,
+        device="cpu",
         **{"num_experts": 1, "top_k": 1, "hidden": hidden, "max_tokens_per_rank": tokens, "layout": pc.Ragged(align=1), **options},
     )
 

@@ -27,7 +27,8 @@ Blob to_blob(const T& value) {
 template <typename T>
 T from_blob(const Blob& blob) {
   T value;
-  if (blob.size() != sizeof value) throw FabricError("copies between GPUs: " + std::to_string(blob.size()) + " bytes are not of this fabric");
+  if (blob.size() != sizeof value)
+    throw FabricError("copies between GPUs: " + std::to_string(blob.size()) + " bytes are not of this fabric");
   std::memcpy(&value, blob.data(), sizeof value);
   return value;
 }
@@ -86,8 +87,12 @@ LocalRegion CopyFabric::region(void* base, std::size_t bytes, std::size_t shared
   return region;
 }
 
-LocalRegion CopyFabric::register_memory(void* base, std::size_t bytes, std::size_t shared_bytes) { return region(base, bytes, shared_bytes); }
-LocalRegion CopyFabric::register_device_memory(const DeviceMemory& memory) { return region(memory.base, memory.bytes, memory.shared_bytes); }
+LocalRegion CopyFabric::register_memory(void* base, std::size_t bytes, std::size_t shared_bytes) {
+  return region(base, bytes, shared_bytes);
+}
+LocalRegion CopyFabric::register_device_memory(const DeviceMemory& memory) {
+  return region(memory.base, memory.bytes, memory.shared_bytes);
+}
 
 // The setup of a first copy to that GPU may wait for kernels, so it is done now, while no kernel waits for a copy.
 RemoteRegion CopyFabric::import_region(int, const Blob& description) const {
@@ -115,7 +120,8 @@ Post CopyFabric::write(const Write& write) {
     if (write.bytes > write.source->bytes - write.source_offset || write.bytes > write.target->bytes - write.target_offset)
       throw FabricError("copies between GPUs: a write outside its region");
     must(cudaMemcpyAsync(reinterpret_cast<char*>(write.target->base) + write.target_offset,
-                          static_cast<const char*>(write.source->base) + write.source_offset, write.bytes, cudaMemcpyDefault, stream_),
+                          static_cast<const char*>(write.source->base) + write.source_offset, write.bytes, cudaMemcpyDefault,
+                          stream_),
           "cudaMemcpyAsync");
   }
   const Copy copy{spare_.back(), peer->second, write.context, write.immediate};

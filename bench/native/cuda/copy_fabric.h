@@ -1,5 +1,5 @@
-// A fabric between the AllToAlls of one process, for tests of blocks in GPU memory without a NIC: the GPU's copy engine stands in. A write
-// is a copy on a stream of this fabric, complete when the event behind it is; then its immediate is in the peer's inbox.
+// A fabric between the AllToAlls of one process, for tests of blocks in GPU memory without a NIC: the GPU's copy engine stands in.
+// A write is a copy on a stream of this fabric, complete when the event behind it is; then its immediate is in the peer's inbox.
 #pragma once
 
 #include <cuda_runtime_api.h>

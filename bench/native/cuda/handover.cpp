@@ -28,7 +28,8 @@ class Stage {
     check(cudaGetDevice(&before_), "cudaGetDevice");
     check(cudaSetDevice(device), "cudaSetDevice");
     check(cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking), "cudaStreamCreate");
-    check(cudaHostAlloc(reinterpret_cast<void**>(&this->words), 8 * words, cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
+    check(cudaHostAlloc(reinterpret_cast<void**>(&this->words), 8 * words, cudaHostAllocMapped | cudaHostAllocPortable),
+          "cudaHostAlloc");
     std::fill_n(this->words, words, 0);
   }
   ~Stage() {

@@ -44,7 +44,8 @@ struct CompositeArguments {
 cudaError_t launch_spread(const CompositeArguments& arguments, std::uint32_t fold, std::uint32_t blocks, cudaStream_t stream);
 cudaError_t launch_gather(const CompositeArguments& arguments, Dtype dtype, std::uint32_t blocks, cudaStream_t stream);
 
-// Holds that many multiprocessors until words[0] is not zero, or for that long. The words after it say which are held. In pinned memory.
+// Holds that many multiprocessors until words[0] is not zero, or for that long. The words after it say which are held. In pinned
+// memory.
 cudaError_t launch_hold(std::uint64_t* words, std::uint32_t blocks, std::uint64_t limit_ns, cudaStream_t stream);
 
 }  // namespace pplx::cuda

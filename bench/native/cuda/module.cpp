@@ -43,8 +43,10 @@ void push(Address stream, std::uint32_t rank, std::uint32_t blocks, const std::v
 
 using RowBytes = std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>;
 
-CompositeArguments composite(Address units, std::uint64_t count, Address others, std::uint32_t most, const std::vector<RowBytes>& rows) {
-  if (rows.size() != 2 || most > kMostCompositeOthers) throw py::value_error("a composite has rows of two kinds, and up to 32 others");
+CompositeArguments composite(Address units, std::uint64_t count, Address others, std::uint32_t most,
+                             const std::vector<RowBytes>& rows) {
+  if (rows.size() != 2 || most > kMostCompositeOthers)
+    throw py::value_error("a composite has rows of two kinds, and up to 32 others");
   CompositeArguments a;
   a.units = pointer<const CompositeUnit>(units);
   a.count = count;
@@ -60,19 +62,24 @@ CompositeArguments composite(Address units, std::uint64_t count, Address others,
 }
 
 void bind(py::module_& m) {
-  m.def("push", &push, py::arg("stream"), py::arg("rank"), py::arg("blocks"), py::arg("memory"), py::arg("area_bytes"), py::arg("bytes"),
-        "Bare stores of that many bytes to each rank, by a kernel of `blocks` thread blocks. `memory`: the address of each rank's, where "
-        "every rank has an area of its own.");
+  m.def("push", &push, py::arg("stream"), py::arg("rank"), py::arg("blocks"), py::arg("memory"), py::arg("area_bytes"),
+        py::arg("bytes"),
+        "Bare stores of that many bytes to each rank, by a kernel of `blocks` thread blocks. `memory`: the address of each rank's, "
+        "where every rank has an area of its own.");
   m.attr("MOST_COMPOSITE_PART") = kMostCompositePart;
-  py::class_<CompositeArguments>(m, "Composite", "Reads and stores of a step, all addresses known: see kernels.h and bench/gpu/composite.py.")
-      .def(py::init(&composite), py::kw_only(), py::arg("units"), py::arg("count"), py::arg("others"), py::arg("most"), py::arg("rows"),
-           "Addresses in GPU memory. `rows`: of each kind the bytes that are stored, those of a part, and those of the row that is read.")
+  py::class_<CompositeArguments>(m, "Composite",
+                                 "Reads and stores of a step, all addresses known: see kernels.h and bench/gpu/composite.py.")
+      .def(py::init(&composite), py::kw_only(), py::arg("units"), py::arg("count"), py::arg("others"), py::arg("most"),
+           py::arg("rows"),
+           "Addresses in GPU memory. `rows`: of each kind the bytes that are stored, those of a part, and those of the row that is "
+           "read.")
       .def(
           "spread",
           [](const CompositeArguments& a, Address stream, std::uint32_t blocks, std::uint32_t fold) {
             check(launch_spread(a, fold, blocks, pointer<CUstream_st>(stream)), "launching spread");
           },
-          py::arg("stream"), py::arg("blocks"), py::arg("fold"), "Each row to its places. `fold`: how many bytes of kind 0 become one.")
+          py::arg("stream"), py::arg("blocks"), py::arg("fold"),
+          "Each row to its places. `fold`: how many bytes of kind 0 become one.")
       .def(
           "gather",
           [](const CompositeArguments& a, Address stream, std::uint32_t blocks, Dtype dtype) {
@@ -88,7 +95,8 @@ void bind(py::module_& m) {
       py::arg("words"), py::arg("multiprocessors"), py::arg("seconds"), py::arg("stream"),
       "Holds multiprocessors until words[0] is not zero, and no longer than that; each sets one of the words after it. "
       "int64 in pinned memory.");
-  m.def("ping", &ping, py::arg("device"), py::arg("rounds"), Unlocked(), "Nanoseconds from the host to the GPU and back, of each round.");
+  m.def("ping", &ping, py::arg("device"), py::arg("rounds"), Unlocked(),
+        "Nanoseconds from the host to the GPU and back, of each round.");
   m.def(
       "handover",
       [](int device, std::uint32_t peers, int endpoints, std::uint32_t operations) {
@@ -105,8 +113,8 @@ void bind(py::module_& m) {
         return d;
       },
       py::arg("device"), py::arg("peers"), py::arg("endpoints"), py::arg("operations"),
-      "Nanoseconds from a kernel's first mailbox store to the first post, to the last, and to all arrivals seen, over a network that "
-      "costs nothing; `ping`: the fastest way there and back, whose half the first two may be off by.");
+      "Nanoseconds from a kernel's first mailbox store to the first post, to the last, and to all arrivals seen, over a network "
+      "that costs nothing; `ping`: the fastest way there and back, whose half the first two may be off by.");
   py::class_<CopyFabric, Fabric, std::shared_ptr<CopyFabric>>(
       m, "CopyFabric", "A fabric between the AllToAlls of one process, whose NIC is the GPU's copy engine.")
       .def(py::init<int>(), py::arg("device"))

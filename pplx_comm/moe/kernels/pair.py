@@ -62,6 +62,23 @@ def quantise_block(
 
 
 @triton.jit
+def tile_of_expert(tile, tiles, where, room, ROWS: tl.constexpr, PADDED: tl.constexpr):
+    """The tile's expert, the tiles before that, the expert's rows from begin to end, and how many tiles high they are."""
+    expert, before = find_expert(tile, tiles)
+    begin, end = segment(where, expert, room, PADDED)
+    return expert, before, begin, end, tl.cdiv(end - begin, ROWS)
+
+
+@triton.jit
+def leave(words, programs, EXPERTS: tl.constexpr):
+    """The last program to leave clears the words: no program reads them any more."""
+    if tl.atomic_add(words + LEFT, 1, sem="acq_rel", scope="gpu") == programs - 1:
+        tl.store(words + DEALT, 0)
+        tl.store(words + LEFT, 0)
+        tl.store(words + WRITTEN + tl.arange(0, EXPERTS), 0)
+
+
+@triton.jit
 def rows_through_experts(
     x, x_scale, up, up_scale, down, down_scale, weights, where, h, codes, a, a_scale, out, words,
     programs, experts, room, hidden, width, row_stride, scale_stride, skew, a_row_stride, a_scale_stride, a_skew,
@@ -84,9 +101,7 @@ def rows_through_experts(
     total = tiles_of_up + tl.max(downs, 0)
     tile = tl.atomic_add(words + DEALT, 1, sem="relaxed", scope="gpu")
     while tile < tiles_of_up:
-        expert, before = find_expert(tile, ups)
-        begin, end = segment(where, expert, room, PADDED)
-        high = tl.cdiv(end - begin, ROWS)
+        expert, before, begin, end, high = tile_of_expert(tile, ups, where, room, ROWS, PADDED)
         row_tile, strip = (tile - before) % high, (tile - before) // high
         row, block, part = begin + row_tile * ROWS, strip // (2 * PARTS), strip % (2 * PARTS)
         column_tile = (part // PARTS * blocks + block) * PARTS + part % PARTS  # gates before ups
@@ -106,9 +121,7 @@ def rows_through_experts(
             tl.atomic_add(words + WRITTEN + expert, 1, sem="release", scope="gpu")
         tile = tl.atomic_add(words + DEALT, 1, sem="relaxed", scope="gpu")
     while tile < total:
-        expert, before = find_expert(tile - tiles_of_up, downs)
-        begin, end = segment(where, expert, room, PADDED)
-        high = tl.cdiv(end - begin, ROWS)
+        expert, before, begin, end, high = tile_of_expert(tile - tiles_of_up, downs, where, room, ROWS, PADDED)
         within = tile - tiles_of_up - before
         row, column_tile = begin + within % high * ROWS, within // high
         if ASSEMBLY and LINES > 0:
@@ -123,7 +136,4 @@ def rows_through_experts(
         )  # fmt: skip
         store_tile(out, sums, row, column_tile * SIDE, end, hidden)
         tile = tl.atomic_add(words + DEALT, 1, sem="relaxed", scope="gpu")
-    if tl.atomic_add(words + LEFT, 1, sem="acq_rel", scope="gpu") == programs - 1:  # no program reads them any more
-        tl.store(words + DEALT, 0)
-        tl.store(words + LEFT, 0)
-        tl.store(words + WRITTEN + tl.arange(0, EXPERTS), 0)
+    leave(words, programs, EXPERTS)

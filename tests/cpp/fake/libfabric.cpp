@@ -1,5 +1,6 @@
-// A libfabric with the provider "efa" and "efa-direct", without a NIC. It records its calls for test_efa.cpp, and moves nothing. FAKE_CUDA: none (built without CUDA), calls (reaches GPU memory only by calling CUDA); else GPU memory is reached.
-// FAKE_DMABUF=no refuses dmabufs. FAKE_KEY_BYTES: keys are the caller's, of that many bytes. FAKE_VERSION: "2.6".
+// A libfabric with the provider "efa" and "efa-direct", without a NIC. It records its calls for test_efa.cpp, and moves nothing.
+// FAKE_CUDA: none (built without CUDA), calls (reaches GPU memory only by calling CUDA); else GPU memory is reached. FAKE_DMABUF=no
+// refuses dmabufs. FAKE_KEY_BYTES: keys are the caller's, of that many bytes. FAKE_VERSION: "2.6".
 #include <rdma/fabric.h>
 #include <rdma/fi_cm.h>
 #include <rdma/fi_domain.h>
@@ -65,7 +66,8 @@ int registered(fid_mr** out) {
   (*out)->key = ++keys;
   return 0;
 }
-int reg(fid*, const void*, std::size_t bytes, std::uint64_t access, std::uint64_t, std::uint64_t key, std::uint64_t, fid_mr** out, void*) {
+int reg(fid*, const void*, std::size_t bytes, std::uint64_t access, std::uint64_t, std::uint64_t key, std::uint64_t, fid_mr** out,
+        void*) {
   note("reg", bytes, access, key);
   return registered(out);
 }

@@ -392,7 +392,8 @@ CASE(a_broken_queue_pair_is_flushed) {
     Memory memory(endpoint, 4096);
     me.join(endpoint, &memory);
     REQUIRE(endpoint.receive(memory.data(), 8, memory.key(), 21) == 0);
-    REQUIRE(endpoint.post({{Post::send, me.board.address[1][0], {}, memory.data(), 8, memory.key(), {}, 22}}) == 0);  // no receive there
+    // No receive there
+    REQUIRE(endpoint.post({{Post::send, me.board.address[1][0], {}, memory.data(), 8, memory.key(), {}, 22}}) == 0);
     REQUIRE(!endpoint.poll());
     endpoint.modify(IBV_QPS_ERR);
     for (int i = 0; i < 2; i++) {
@@ -421,7 +422,8 @@ CASE(threads) {
     std::atomic<int> left{200};
     std::atomic<uint32_t> completions{0};
     auto work = [&](int number) {
-      Post post{Post::write, me.board.address[other][0], me.board.memory[other][0], memory.data() + number * 4096, 512, memory.key(), 1u};
+      Post post{Post::write, me.board.address[other][0], me.board.memory[other][0], memory.data() + number * 4096, 512,
+                memory.key(), 1u};
       while (left.fetch_sub(1) > 0) {
         while (endpoint.post({post}) != 0) completions += endpoint.poll().has_value();
         Memory brief(endpoint, 4096);

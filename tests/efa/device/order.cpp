@@ -21,7 +21,8 @@ std::vector<uint32_t> order_of_arrivals(const std::string& seed, const std::stri
     me.join(endpoint, &memory);
     std::vector<Endpoint::Post> posts;
     for (uint32_t i = 0; i < WRITES; i++)
-      posts.push_back({Endpoint::Post::write, me.board.address[1][0], me.board.memory[1][0], memory.data(), 64, memory.key(), i, i});
+      posts.push_back({Endpoint::Post::write, me.board.address[1][0], me.board.memory[1][0], memory.data(), 64, memory.key(), i,
+                       i});
     REQUIRE(endpoint.post(posts) == 0);
     for (uint32_t i = 0; i < WRITES; i++) REQUIRE(endpoint.wait().status == IBV_WC_SUCCESS);
     me.meet();
@@ -42,7 +43,8 @@ std::vector<uint32_t> order_of_arrivals(const std::string& seed, const std::stri
 }  // namespace
 
 CASE(order_is_drawn_and_comes_again) {
-  std::vector<uint32_t> one = order_of_arrivals("1", "16"), again = order_of_arrivals("1", "16"), other = order_of_arrivals("2", "16");
+  std::vector<uint32_t> one = order_of_arrivals("1", "16"), again = order_of_arrivals("1", "16"),
+      other = order_of_arrivals("2", "16");
   std::vector<uint32_t> sorted = one;
   std::sort(sorted.begin(), sorted.end());
   for (uint32_t i = 0; i < WRITES; i++) REQUIRE(sorted[i] == i);
@@ -178,7 +180,8 @@ CASE(messages_and_reads) {
       me.join(endpoint, &source);
       for (uint32_t i = 0; i < 30; i++) {
         Completion done = endpoint.wait();
-        REQUIRE(done.opcode == IBV_WC_RECV && done.bytes == 1000 && done.source_qpn == me.board.address[0][0].qpn && done.known_sender);
+        REQUIRE(done.opcode == IBV_WC_RECV && done.bytes == 1000 && done.source_qpn == me.board.address[0][0].qpn &&
+                done.known_sender);
         REQUIRE(memcmp(memory.data() + 2000 * done.wr_id, same.data() + done.immediate, 1000) == 0);
       }
       me.meet();

@@ -18,7 +18,8 @@ struct CUstream_st {};
 using cudaStream_t = CUstream_st*;
 using cudaEvent_t = emulation::Event*;
 
-enum : int { cudaSuccess = 0, cudaErrorMemoryAllocation = 2, cudaErrorInvalidDevice = 101, cudaErrorNotReady = 600, cudaErrorPeerAccessAlreadyEnabled = 704 };
+enum : int { cudaSuccess = 0, cudaErrorMemoryAllocation = 2, cudaErrorInvalidDevice = 101, cudaErrorNotReady = 600,
+    cudaErrorPeerAccessAlreadyEnabled = 704 };
 enum cudaDeviceAttr : int {
   cudaDevAttrMultiProcessorCount = 16,
   cudaDevAttrMaxSharedMemoryPerBlockOptin = 97,
@@ -61,7 +62,9 @@ inline cudaError_t cudaDeviceGetPCIBusId(char* text, int bytes, int) {
 }
 // Few multiprocessors: a fiber for each of their threads. It knows no NIC.
 inline cudaError_t cudaDeviceGetAttribute(int* value, int attribute, int) {
-  *value = attribute == cudaDevAttrMultiProcessorCount ? emulation::multiprocessors() : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 << 10 : 0;
+  *value = attribute == cudaDevAttrMultiProcessorCount             ? emulation::multiprocessors()
+           : attribute == cudaDevAttrMaxSharedMemoryPerBlockOptin ? 227 << 10
+                                                                  : 0;
   return cudaSuccess;
 }
 // The null stream: ranks that are threads of a process each have one.
@@ -88,7 +91,9 @@ inline cudaError_t cudaFreeHost(void* memory) { return cudaFree(memory); }
 inline cudaError_t cudaHostRegister(void*, std::size_t, unsigned) { return cudaSuccess; }
 inline cudaError_t cudaHostUnregister(void*) { return cudaSuccess; }
 inline cudaError_t cudaHostGetDevicePointer(void** there, void* here, unsigned) { return *there = here, cudaSuccess; }
-inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void*) { return *attributes = {}, cudaSuccess; }
+inline cudaError_t cudaPointerGetAttributes(cudaPointerAttributes* attributes, const void*) {
+  return *attributes = {}, cudaSuccess;
+}
 // Not ordered behind launches: the caller waits for them first.
 inline cudaError_t cudaMemcpyAsync(void* to, const void* from, std::size_t bytes, cudaMemcpyKind, cudaStream_t) {
   return std::memcpy(to, from, bytes), cudaSuccess;
