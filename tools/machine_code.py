@@ -125,7 +125,7 @@ MAY_WAIT = {
     ),
     "decode::combine": (
         MayWait("combine_kernel.cuh", "begin_combine(a, step", "the block votes on whether its step is open, and on failures"),
-        MayWait("combine_kernel.cuh", "load_first_places<kPlain>(a, places)", "issued before what the vote waits for", along=True),
+        MayWait("combine_kernel.cuh", "load_first_places<kMappedOnly>(a, places)", "issued before what the vote waits for", along=True),
         MayWait("combine_kernel.cuh", "load_token_row(a, ", "the same", along=True),
     ),
 }
@@ -226,7 +226,7 @@ class Kernel:
         return self.name.partition("<")[0]
 
     @property
-    def is_plain(self) -> bool:
+    def is_mapped_only(self) -> bool:
         return ", true" in self.name and "large" not in self.template and "rounds" not in self.template
 
 
@@ -337,7 +337,7 @@ def check(kernels: list[Kernel], bounds: dict[str, Sizes], may_wait: dict[str, t
             wrong.append(f"{kernel.name}: BOUNDS does not have it")
             continue
         found = check_sizes(kernel.sizes, bounds[kernel.name]) + check_traps(kernel.function)
-        if kernel.is_plain:
+        if kernel.is_mapped_only:
             found += check_loads(kernel, may_wait, used)
         wrong += [f"{kernel.name}: {what}" for what in found]
     wrong += [f"{name}: BOUNDS has it, but there is no such kernel" for name in bounds.keys() - {kernel.name for kernel in kernels}]

@@ -38,7 +38,7 @@ __device__ inline bool await_pieces(const Common& k, Phase phase, std::uint32_t 
       if (__all_sync(~0u, look(false)) && __all_sync(~0u, look(true))) break;
       if (i % kLooksBetween != 0) continue;
       const std::uint32_t peer = waits_for();
-      const Verdict verdict = ask(k, nullptr, i / kLooksBetween, first, begun, phase, step, peer, 0);
+      const Verdict verdict = poll_failure(k, nullptr, i / kLooksBetween, first, begun, phase, step, peer, 0);
       if (verdict == Verdict::Busy) begun = nanoseconds();
       if (__any_sync(~0u, verdict == Verdict::Failed)) return false;
       if (__any_sync(~0u, verdict == Verdict::Left) && !__all_sync(~0u, look(true))) {  // all that it sent was there before
@@ -47,7 +47,7 @@ __device__ inline bool await_pieces(const Common& k, Phase phase, std::uint32_t 
       }
     }
   }
-  linger(k, step);
+  fuzz_delay(k, step);
   return true;
 }
 
@@ -66,14 +66,14 @@ static __device__ __noinline__ bool await_tagged(const Common& k, const char* pl
   std::uint64_t begun = first;
   for (std::uint32_t i = 1; !came(); ++i) {
     if (i % kLooksBetween != 0) continue;
-    const Verdict verdict = ask(k, place, i / kLooksBetween, first, begun, phase, step, peer, seen_in(k, piece));
+    const Verdict verdict = poll_failure(k, place, i / kLooksBetween, first, begun, phase, step, peer, seen_in(k, piece));
     if (verdict == Verdict::Failed) return false;
     if (verdict == Verdict::Busy) begun = nanoseconds();
     if (verdict != Verdict::Left || came()) continue;
     fail_of_leaving(k, phase, step, peer, seen_in(k, piece));
     return false;
   }
-  linger(k, step);
+  fuzz_delay(k, step);
   return true;
 }
 

@@ -47,7 +47,7 @@ template <typename T, int kVectors>
 __device__ inline void give_strip(const Common& k, std::uint32_t step, std::uint32_t own, const Sums<T, kVectors>& sums,
                                    std::uint32_t begin, std::uint32_t end) {
   for (std::uint32_t i = 1; i < k.slice.of; ++i) {
-    linger(k, std::uint64_t{step} << 32 | i << 24 | begin);
+    fuzz_delay(k, std::uint64_t{step} << 32 | i << 24 | begin);
     sums.give(slice_block(k, step, member(k, k.slice.number + i), k.c.rank) + k.combine.row_at(own), begin, end);
   }
 }

@@ -87,12 +87,12 @@ PieceArguments Exchange::pieces_of(const Launch& launch) const {
 SentStrips Exchange::sent_strips(const CombineArguments& a) const {
   const std::uint64_t rows = std::uint64_t{a.tokens} * std::min(common_.c.world, common_.c.top_k);
   const SentStrips few(common_.row_bytes, kSentVectorsOfFew);
-  if (is_plain(a) && !common_.heap.in_pieces && sends_few(rows, few.strips, common_.combine_blocks)) return few;
+  if (is_mapped_only(a) && !common_.heap.in_pieces && sends_few(rows, few.strips, common_.combine_blocks)) return few;
   return SentStrips(common_.row_bytes, kSentVectors);
 }
 
 // True if a large combine fetches rows of peers that offer theirs. All ranks decide alike: a peer that offers its rows sends none.
-bool Exchange::fetches(const CombineArguments& a) const { return fetches_ && common_.dead == 0 && is_plain(a); }
+bool Exchange::fetches(const CombineArguments& a) const { return fetches_ && common_.dead == 0 && is_mapped_only(a); }
 
 // A send half never waits: it sends only the rounds that have room from the start.
 void Exchange::cut(DispatchArguments& a, const Launch& launch) const {
@@ -285,7 +285,7 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   if (large) ++large_combines_;
   a.fetches = large && fetches(a);
   if (a.fetches && outputs.stride == common_.row_bytes) a.made_at = made_in_heap(outputs.expert_out);
-  a.sums_own = large && is_plain(a) && a.send && a.recv && !pieces;
+  a.sums_own = large && is_mapped_only(a) && a.send && a.recv && !pieces;
   if (pieces) cut(a, launch);
   here.follow(stream, a.send);
   check(cuda::launch(choose(common_.c, CombineCall(a, large)), a, common_.combine_blocks, stream), "launching combine");

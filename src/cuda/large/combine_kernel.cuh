@@ -18,8 +18,8 @@ template <typename Prepare, typename Work>
 __device__ __forceinline__ void run_combine_large(const CombineArguments& a, CombineShared& s, const Prepare& prepare, const Work& work) {
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
-  note(k, Stage::CombineBegins);
-  Spends::begin();
+  mark_stage(k, Stage::CombineBegins);
+  SpanTimer::begin();
   const std::uint32_t warp = threadIdx.x / 32;
   prepare(warp);
   std::uint32_t step = 0;
@@ -27,8 +27,8 @@ __device__ __forceinline__ void run_combine_large(const CombineArguments& a, Com
   if (a.recv) begin_to_close(k, step);
   work(warp, step);
   if (a.recv) close_set(k, step);
-  note(k, Stage::CombineEnds);
-  Spends::end(k);
+  mark_stage(k, Stage::CombineEnds);
+  SpanTimer::end(k);
   stamp(k, Op::Combine, step, begun);
 }
 
@@ -39,7 +39,7 @@ __device__ inline void begin_to_send(const CombineArguments& a, std::uint32_t st
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   if (lane == 0) s.mine = take_share(k, Op::Combine, blockIdx.x, step);
-  s.claimed.open();
+  s.claimed.set();
   for (std::uint32_t begin = kRemote ? remote_peers(k) : 0; begin < k.living; begin += 32) {
     const bool mine = begin + lane < k.living && take_share(k, Op::Weights, kMaxPeers + begin + lane, step);
     for (std::uint32_t bits = __ballot_sync(~0u, mine); bits != 0; bits &= bits - 1)

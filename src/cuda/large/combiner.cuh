@@ -20,8 +20,8 @@ struct CombinerTurns {
 
   // Initialises the barriers, by one thread, before the first `__syncthreads`.
   __device__ void init() {
-    for (std::uint64_t& turns : loaded) turns_init(&turns, 1);
-    for (std::uint64_t& turns : copied) turns_init(&turns, 1);
+    for (std::uint64_t& turns : loaded) mbarrier_init(&turns, 1);
+    for (std::uint64_t& turns : copied) mbarrier_init(&turns, 1);
   }
 };
 
@@ -35,7 +35,7 @@ class ArrivingTiles {
   __device__ void ask(const char* from, std::uint32_t bytes) {
     if (threadIdx.x % 32 == 0) {
       std::uint64_t* const turns = loaded_ + asked_ % kSumTiles;
-      turns_expect(turns, bytes);
+      mbarrier_expect(turns, bytes);
       bulk_load(memory_ + asked_ % kSumTiles * kSumTileBytes, from, bytes, turns);
     }
     ++asked_;
@@ -118,8 +118,8 @@ __device__ inline void make_blank_again(const Common& k, char* row, std::uint32_
   }
 }
 
-// kPlain: no tails, and no weights of combine's own. kPieces: in rounds, whose rows all have words.
-template <typename T, bool kPlain, bool kPieces = false>
+// kMappedOnly: no tails, and no weights of combine's own. kPieces: in rounds, whose rows all have words.
+template <typename T, bool kMappedOnly, bool kPieces = false>
 class LargeCombiner {
   static constexpr int kVectors = kVectorsOfTile;
   using TileSums = Sums<T, kVectors>;
@@ -131,8 +131,8 @@ class LargeCombiner {
 
   // Sends the block's own share of the runs of rows; the first warp then sends shares that no block has begun. senders: the block's first warps.
   __device__ void send(std::uint32_t senders) {
-    const Spends all(k_, Span::SendingSums);
-    if (!kPlain && a_.uses_weights) send_all_weights(a_, step_, threadIdx.x / 32, senders);
+    const SpanTimer all(k_, Span::SendingSums);
+    if (!kMappedOnly && a_.uses_weights) send_all_weights(a_, step_, threadIdx.x / 32, senders);
     const std::uint32_t together = told_together(s_.rows_begin[k_.c.world], gridDim.x * senders);
     const RowRuns runs(k_, s_.rows_begin, k_.living - (a_.sums_own ? 1 : 0), together);
     std::uint32_t nth = 0;
@@ -181,13 +181,13 @@ class LargeCombiner {
 
   // rows: of this warp. Claims units in the order of rounds, as receive_rounds() does.
   __device__ void send_rounds(std::uint32_t senders, RoundRows& rows) {
-    const Spends all(k_, Span::SendingSums);
+    const SpanTimer all(k_, Span::SendingSums);
     const PieceArguments& p = a_.pieces;
-    if (!kPlain && a_.uses_weights && p.begins) send_all_weights(a_, step_, threadIdx.x / 32, senders);
+    if (!kMappedOnly && a_.uses_weights && p.begins) send_all_weights(a_, step_, threadIdx.x / 32, senders);
     Rounds rounds(k_, p, step_, s_.rows_begin, Phase::CombineSend, told_together(s_.rows_begin[k_.c.world], gridDim.x * senders), 1, rows);
     bool good = rounds.open(p.begin, p.end);
     for (RoundRun run; good && rounds.find(claim(k_, p, step_, claim_of_sums(p)), run);) {
-      const bool header = !kPlain && run.is_header;
+      const bool header = !kMappedOnly && run.is_header;
       if (header ? !has_header(p, run) : run.rows == 0 || a_.release) continue;
       good = make_room(run);
       if (!good) continue;
@@ -201,7 +201,7 @@ class LargeCombiner {
 
   // Until all is received, or something fails.
   __device__ void receive_rounds() {
-    const Spends all(k_, Span::ReceivingSums);
+    const SpanTimer all(k_, Span::ReceivingSums);
     const std::uint32_t of_round = a_.pieces.tokens, rounds = rounds_of_own(a_.pieces, a_.own);
     for (;;) {
       const std::uint32_t token = claim(k_, a_.pieces, step_, Claim::CombineRecv), round = token / of_round;
@@ -211,7 +211,7 @@ class LargeCombiner {
   }
 
   __device__ void receive() {
-    const Spends all(k_, Span::ReceivingSums);
+    const SpanTimer all(k_, Span::ReceivingSums);
     for (std::uint32_t nth = 0;;) {
       if (threadIdx.x % 32 == 0) nth = atomicAdd(&s_.received, 1u);
       nth = __shfl_sync(~0u, nth, 0);
@@ -228,7 +228,7 @@ class LargeCombiner {
   // Peers read what has been told of alone, so nothing is left untold while this waits for them.
   __device__ bool make_room(const RoundRun& run) {
     const PieceArguments& p = a_.pieces;
-    if (run.round < kPlaces) return kPlain || !is_remote(k_, run.source) || await_room_for_sums(k_, p, step_, run.source, run.round);
+    if (run.round < kPlaces) return kMappedOnly || !is_remote(k_, run.source) || await_room_for_sums(k_, p, step_, run.source, run.round);
     const bool good = threadIdx.x % 32 != 0 || has_room(k_, p, step_, Op::Combine, run.source, run.round);
     if (!all_of_warp(good)) {
       tell();
@@ -240,7 +240,7 @@ class LargeCombiner {
 
   __device__ void send_run_of_round(const RoundRun& run) {
     word_ = word_of_round(k_, step_, run.round);
-    const bool remote = !kPlain && is_remote(k_, run.source);
+    const bool remote = !kMappedOnly && is_remote(k_, run.source);
     piece_at_ = remote ? k_.heap.piece_at(Op::Combine, run.round) : 0;
     send_rows({run.source, run.first, run.rows}, run.slot_row, true);
   }
@@ -248,24 +248,24 @@ class LargeCombiner {
   // first: of the slot's rows.
   __device__ void send_rows(const RowRun& run, std::uint32_t first, bool by_word) {
     char* rows = block_for(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(first);
-    if constexpr (kPieces && !kPlain) rows += piece_at_;
-    if (by_word && compact() && (kPlain || (!a_.uses_weights && !a_.has_tail)) && copy_run(run, rows)) {
+    if constexpr (kPieces && !kMappedOnly) rows += piece_at_;
+    if (by_word && compact() && (kMappedOnly || (!a_.uses_weights && !a_.has_tail)) && copy_run(run, rows)) {
       tell_of_last_run(0);
       remember(run, rows);
       return;
     }
     use_memory_for(false);
     Places places;
-    places.load<kPlain>(a_, s_.rows_begin[run.source] + run.first);
+    places.load<kMappedOnly>(a_, s_.rows_begin[run.source] + run.first);
     for (std::uint32_t i = 0; i < run.rows; ++i) {
       places.check(a_);
-      if (!kPlain && a_.uses_weights && !sent_weight(a_, step_, run.source, run.first + i, places.weight)) return;
+      if (!kMappedOnly && a_.uses_weights && !sent_weight(a_, step_, run.source, run.first + i, places.weight)) return;
       const Inputs inputs = inputs_of(a_, places);
       char* const row = rows + std::uint64_t{i} * k_.combine.row_bytes;
-      if (!kPlain && a_.has_tail) write_tail(a_, places.choices, places.place, row + k_.combine.tail_at);
-      if (i + 1 < run.rows) places.load<kPlain>(a_, s_.rows_begin[run.source] + run.first + i + 1);
+      if (!kMappedOnly && a_.has_tail) write_tail(a_, places.choices, places.place, row + k_.combine.tail_at);
+      if (i + 1 < run.rows) places.load<kMappedOnly>(a_, s_.rows_begin[run.source] + run.first + i + 1);
       send_row(inputs, row, by_word);
-      if (kPlain || !a_.has_tail || by_word) continue;
+      if (kMappedOnly || !a_.has_tail || by_word) continue;
       __syncwarp();
       if (threadIdx.x % 32 == 0) publish(k_, row + k_.combine.arrival_at, arrival_word(k_.generation, step_));  // a tail is any bits
     }
@@ -278,7 +278,7 @@ class LargeCombiner {
     told_ = rows;
     to_tell_ = run.rows;
     if (kPieces) told_word_ = word_;
-    if (kPieces && !kPlain) told_source_ = run.source;
+    if (kPieces && !kMappedOnly) told_source_ = run.source;
   }
 
   // Tiles and copies share the memory: a warp that changes from one to the other waits until all stores from it are done.
@@ -304,7 +304,7 @@ class LargeCombiner {
       const std::uint32_t at = (copied_ + asked) % kCopies;
       const char* const from = of_lane(of_lane_row, static_cast<int>(row_asked)) + part_asked * kCopyBytes;
       if (lane == 0) {
-        turns_expect(turns_.copied + at, bytes_of(part_asked));
+        mbarrier_expect(turns_.copied + at, bytes_of(part_asked));
         bulk_load(memory_ + at * kCopyBytes, from, bytes_of(part_asked), turns_.copied + at);
       }
       ++asked;
@@ -315,11 +315,11 @@ class LargeCombiner {
       for (std::uint32_t part = 0; part < parts; ++part, ++done) {
         const std::uint32_t at = (copied_ + done) % kCopies;
         {
-          const Spends waits(k_, Span::AwaitingInputs);
+          const SpanTimer waits(k_, Span::AwaitingInputs);
           await_turn(turns_.copied + at, (copied_ + done) / kCopies);
         }
-        linger(k_, std::uint64_t{step_} << 32 | part);
-        const Spends stores(k_, Span::StoringSums);
+        fuzz_delay(k_, std::uint64_t{step_} << 32 | part);
+        const SpanTimer stores(k_, Span::StoringSums);
         if (lane == 0) {
           bulk_store(rows + std::uint64_t{row} * k_.combine.row_bytes + part * kCopyBytes, memory_ + at * kCopyBytes, bytes_of(part));
           bulk_end_group();
@@ -340,7 +340,7 @@ class LargeCombiner {
       TileSums sums;
       if (compact() && inputs.n != 0) sums.start(-0.0f);  // only copied: keeps its sign of zero
       for (std::uint32_t i = 0; i < inputs.n; ++i) add(cursor, inputs, i, bytes, sums);
-      linger(k_, std::uint64_t{step_} << 32 | at);
+      fuzz_delay(k_, std::uint64_t{step_} << 32 | at);
       if (by_word)
         store_tile(sums, row + at, bytes);
       else
@@ -350,20 +350,20 @@ class LargeCombiner {
 
   __device__ void take(InputCursor& cursor, std::uint32_t bytes, uint4 (&v)[kVectors]) {
     cursor.ask(tiles_);
-    const Spends waits(k_, Span::AwaitingInputs);
+    const SpanTimer waits(k_, Span::AwaitingInputs);
     tiles_.take(bytes, v);
   }
   // One whose weight is 1.
   __device__ void add(InputCursor& cursor, std::uint32_t bytes, TileSums& sums) {
     uint4 v[kVectors];
     take(cursor, bytes, v);
-    const Spends adds(k_, Span::AddingUp);
+    const SpanTimer adds(k_, Span::AddingUp);
     sums.add_row(v);
   }
   __device__ void add(InputCursor& cursor, const Inputs& inputs, std::uint32_t nth, std::uint32_t bytes, TileSums& sums) {
     uint4 v[kVectors];
     take(cursor, bytes, v);
-    const Spends adds(k_, Span::AddingUp);
+    const SpanTimer adds(k_, Span::AddingUp);
     sums.add_row(v, __shfl_sync(~0u, inputs.weight, static_cast<int>(nth)));
   }
 
@@ -371,11 +371,11 @@ class LargeCombiner {
   __device__ void store_tile(const TileSums& sums, char* to, std::uint32_t bytes) {
     char* const from = memory_ + (kSumTiles + stored_++ % kSumTilesOut) * kSumTileBytes;
     {
-      const Spends waits(k_, Span::AwaitingPlaceOfSum);
+      const SpanTimer waits(k_, Span::AwaitingPlaceOfSum);
       if (threadIdx.x % 32 == 0) bulk_await_stored<kSumTilesOut - 1>();
       __syncwarp();
     }
-    const Spends stores(k_, Span::StoringSums);
+    const SpanTimer stores(k_, Span::StoringSums);
     sums.store(from, threadIdx.x % 32 * 16, bytes);
     fence_shared_copies();
     __syncwarp();
@@ -387,7 +387,7 @@ class LargeCombiner {
   // Tells of the run before this one, which has stored `tiles` tiles: it has had its time to arrive.
   __device__ void tell_of_last_run(std::uint32_t tiles) {
     if (to_tell_ == 0) return;
-    const Spends tells(k_, Span::TellingOfSums);
+    const SpanTimer tells(k_, Span::TellingOfSums);
     if (threadIdx.x % 32 == 0) {
       if (tiles >= kSumTilesOut)
         bulk_await_stored<kSumTilesOut>();
@@ -397,7 +397,7 @@ class LargeCombiner {
     raise_words();
   }
   __device__ void raise_words() {
-    if constexpr (kPieces && !kPlain)
+    if constexpr (kPieces && !kMappedOnly)
       if (is_remote(k_, told_source_)) {
         const std::uint32_t round = static_cast<std::uint32_t>(told_word_ >> 32 & 0xffffu) - 1;
         fence_system();
@@ -407,7 +407,7 @@ class LargeCombiner {
     __syncwarp();
     if (threadIdx.x % 32 >= to_tell_) return;
     fence_system();
-    linger(k_, step_);
+    fuzz_delay(k_, step_);
     store_relaxed(told_ + std::uint64_t{threadIdx.x % 32} * k_.combine.row_bytes + k_.combine.arrival_at,
                   kPieces ? told_word_ : arrival_word(k_.generation, step_));
   }
@@ -423,25 +423,25 @@ class LargeCombiner {
     if (entry != kNone) {
       const std::uint32_t nth = (entry & 0xfffffu) - a_.pieces.begin_rows[round * k_.c.world + rank];
       row = own_slot(k_, set_of(k_.c, step_), Op::Combine, rank);
-      if (!kPlain && is_remote(k_, rank))
+      if (!kMappedOnly && is_remote(k_, rank))
         row += k_.heap.piece_at(Op::Combine, round) + k_.combine.row_at(nth);
       else
         row += k_.combine.row_at(round % kPlaces * a_.pieces.tokens + nth);
     }
     {
-      const Spends waits(k_, Span::AwaitingSums);
+      const SpanTimer waits(k_, Span::AwaitingSums);
       bool good = true;
-      if (!kPlain && entry != kNone && is_remote(k_, rank))
+      if (!kMappedOnly && entry != kNone && is_remote(k_, rank))
         good = piece_has_come(k_, a_.pieces, Phase::CombineRecv, step_, Op::Combine, rank, round);
       else if (entry != kNone)
         good = row_has_come(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank, round);
       if (!all_of_warp(good)) return false;
     }
-    note(k_, Stage::Came);
+    mark_stage(k_, Stage::Came);
     fence_copies();
     add_up(token, n, row);
-    note(k_, Stage::Added);
-    if (!kPlain && a_.has_tail) take_tail<false>(a_, step_, token, n, row, rank);
+    mark_stage(k_, Stage::Added);
+    if (!kMappedOnly && a_.has_tail) take_tail<false>(a_, step_, token, n, row, rank);
     return true;
   }
 
@@ -453,14 +453,14 @@ class LargeCombiner {
     char* row = nullptr;
     if (entry != kNone) row = own_slot(k_, set_of(k_.c, step_), Op::Combine, rank) + k_.combine.row_at(entry & 0xfffffu);
     {
-      const Spends waits(k_, Span::AwaitingSums);
+      const SpanTimer waits(k_, Span::AwaitingSums);
       if (!all_of_warp(entry == kNone || wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank))) return false;
     }
-    note(k_, Stage::Came);
+    mark_stage(k_, Stage::Came);
     fence_copies();
     add_up(token, n, row);
     make_blank_again(k_, row, __ballot_sync(~0u, entry != kNone && (entry & 0xfffffu) < k_.word_rows));
-    note(k_, Stage::Added);
+    mark_stage(k_, Stage::Added);
     return !a_.has_tail || read_tail<false>(a_, step_, token, n, row, rank);
   }
 

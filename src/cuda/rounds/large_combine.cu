@@ -38,7 +38,7 @@ __device__ inline void pass_on_combines(const CombineArguments& a, std::uint32_t
   __syncwarp();
 }
 
-template <typename T, bool kPlain>
+template <typename T, bool kMappedOnly>
 __device__ __forceinline__ void run_combine_in_rounds(const CombineArguments& a) {
   PPLX_LAUNCHED_SHARED(words);
   PPLX_SHARED(CombineRoundsShared, s);
@@ -48,15 +48,15 @@ __device__ __forceinline__ void run_combine_in_rounds(const CombineArguments& a)
   run_combine_large(a, s.combine, prepare, [&](std::uint32_t warp, std::uint32_t step) {
     const Common& k = a.common;
     if (warp < kCombiners) {
-      LargeCombiner<T, kPlain, true> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.turns[warp]);
+      LargeCombiner<T, kMappedOnly, true> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.turns[warp]);
       const std::uint32_t senders = a.recv ? senders_of(gridDim.x, kSumTilesOut * kSumTileBytes, kSendingCombiners) : kCombiners;
       if (a.pieces.begin != a.pieces.end && warp < senders) combiner.send_rounds(senders, s.rounds[warp]);
       if (a.recv) combiner.receive_rounds();
     } else {
       if (blockIdx.x == 0) forget_rounds(k, a.pieces, step, Op::Dispatch);
-      if (a.pieces.begins) begin_to_send<!kPlain>(a, step, s.combine);
-      if (!kPlain && a.recv && k.remote != 0) pass_on_combines(a, step);
-      if (a.recv) receive_all_headers<!kPlain>(a, step);
+      if (a.pieces.begins) begin_to_send<!kMappedOnly>(a, step, s.combine);
+      if (!kMappedOnly && a.recv && k.remote != 0) pass_on_combines(a, step);
+      if (a.recv) receive_all_headers<!kMappedOnly>(a, step);
     }
   });
 }
@@ -66,9 +66,9 @@ __device__ __forceinline__ void run_combine_in_rounds(const CombineArguments& a)
 namespace large_rounds {
 namespace {
 
-template <typename T, bool kPlain>
+template <typename T, bool kMappedOnly>
 __global__ void __launch_bounds__(kLargeCombineThreads, 1) combine(const __grid_constant__ CombineArguments a) {
-  run_combine_in_rounds<T, kPlain>(a);
+  run_combine_in_rounds<T, kMappedOnly>(a);
 }
 
 }  // namespace
