@@ -105,33 +105,33 @@ T* known_global(T* at) {
   return at;
 }
 
-inline void gate_close(std::uint64_t* gate) { *gate = 0; }
-inline void gate_open(std::uint64_t* gate) {
+inline void once_init(std::uint64_t* gate) { *gate = 0; }
+inline void once_set(std::uint64_t* gate) {
   emulation::maybe_yield();
   *gate = 1;
 }
-inline void gate_wait(std::uint64_t* gate) {
+inline void once_wait(std::uint64_t* gate) {
   while (*static_cast<volatile std::uint64_t*>(gate) == 0) emulation::yield();
 }
-inline bool gate_is_open(std::uint64_t* gate) {
+inline bool once_is_set(std::uint64_t* gate) {
   emulation::maybe_yield();
   return *static_cast<volatile std::uint64_t*>(gate) != 0;
 }
 
-inline void turns_init(std::uint64_t* turns, std::uint32_t arrivals) { emulation::turns_init(turns, arrivals); }
-inline void turns_arrive(std::uint64_t* turns) {
+inline void mbarrier_init(std::uint64_t* turns, std::uint32_t arrivals) { emulation::mbarrier_init(turns, arrivals); }
+inline void mbarrier_arrive(std::uint64_t* turns) {
   emulation::maybe_yield();
-  emulation::turns_arrive(turns, 0);
+  emulation::mbarrier_arrive(turns, 0);
 }
-inline void turns_expect(std::uint64_t* turns, std::uint32_t bytes) { emulation::turns_arrive(turns, bytes); }
-inline bool turn_is_over(std::uint64_t* turns, std::uint32_t parity) {
-  if (emulation::turn_is_over(turns, parity)) return true;
+inline void mbarrier_expect(std::uint64_t* turns, std::uint32_t bytes) { emulation::mbarrier_arrive(turns, bytes); }
+inline bool phase_wait(std::uint64_t* turns, std::uint32_t parity) {
+  if (emulation::phase_wait(turns, parity)) return true;
   emulation::yield_to_turns(turns, parity);
   return false;
 }
-inline bool turn_is_over_now(std::uint64_t* turns, std::uint32_t parity) {
+inline bool phase_test(std::uint64_t* turns, std::uint32_t parity) {
   emulation::maybe_yield();
-  return emulation::turn_is_over(turns, parity);
+  return emulation::phase_wait(turns, parity);
 }
 inline void bulk_load(void* shared, const void* from, std::uint32_t bytes, std::uint64_t* turns) {
   emulation::copy({shared, from, bytes, turns, nullptr, 0, {}, 0});

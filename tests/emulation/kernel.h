@@ -103,9 +103,9 @@ struct Copy {
 };
 void copy(Copy copy);
 void await_groups(unsigned but, bool stored);
-void turns_init(std::uint64_t* turns, unsigned arrivals);
-void turns_arrive(std::uint64_t* turns, unsigned bytes);
-bool turn_is_over(const std::uint64_t* turns, unsigned parity);
+void mbarrier_init(std::uint64_t* turns, unsigned arrivals);
+void mbarrier_arrive(std::uint64_t* turns, unsigned bytes);
+bool phase_wait(const std::uint64_t* turns, unsigned parity);
 
 // Each launch finds something else than zeroes.
 inline constexpr char kPoison = static_cast<char>(0xa5);

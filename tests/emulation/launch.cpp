@@ -135,7 +135,7 @@ void* first_frame(char* stack, unsigned thread) {
 
 bool rests(Thread& thread) {
   if (thread.rests == 0) return false;
-  if (thread.turns != nullptr && turn_is_over(thread.turns, thread.parity)) {
+  if (thread.turns != nullptr && phase_wait(thread.turns, thread.parity)) {
     thread.rests = 0;
     return false;
   }
@@ -290,12 +290,12 @@ void await_groups(unsigned but, bool stored) {
   while (std::any_of(copies.begin(), copies.end(), waits_for)) yield();
 }
 
-void turns_init(std::uint64_t* word, unsigned arrivals) {
+void mbarrier_init(std::uint64_t* word, unsigned arrivals) {
   const Turns turns{0, static_cast<std::uint16_t>(arrivals), static_cast<std::int16_t>(arrivals), 0};
   std::memcpy(word, &turns, sizeof turns);
 }
-void turns_arrive(std::uint64_t* word, unsigned bytes) { change(word, 1, static_cast<int>(bytes / 16)); }
-bool turn_is_over(const std::uint64_t* word, unsigned parity) {
+void mbarrier_arrive(std::uint64_t* word, unsigned bytes) { change(word, 1, static_cast<int>(bytes / 16)); }
+bool phase_wait(const std::uint64_t* word, unsigned parity) {
   Turns turns;
   std::memcpy(&turns, word, sizeof turns);
   return turns.turn % 2 != parity;

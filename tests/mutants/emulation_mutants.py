@@ -418,8 +418,8 @@ MUTANTS = [
     Mutant(
         "sends: a row's place is free before it has left",
         "src/cuda/large/store.cuh",
-        "    linger(k_, place_.at);\n",
-        "    if (lane == 0) turns_arrive(emptied());\n    linger(k_, place_.at);\n",
+        "    fuzz_delay(k_, place_.at);\n",
+        "    if (lane == 0) mbarrier_arrive(emptied());\n    fuzz_delay(k_, place_.at);\n",
         "the peer gets what comes next",
         SENDS,
         "_cuda",
@@ -427,8 +427,8 @@ MUTANTS = [
     Mutant(
         "sends: rows are told of when one storer has stored its own",
         "src/cuda/large/load.cuh",
-        "turns_init(s.there + lane, shape.storers);",
-        "turns_init(s.there + lane, 1);",
+        "mbarrier_init(s.there + lane, shape.storers);",
+        "mbarrier_init(s.there + lane, 1);",
         "the teller's fence waits for what has been stored, and not for what others store later",
         SENDS,
         "_cuda",

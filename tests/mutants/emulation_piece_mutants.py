@@ -230,7 +230,7 @@ MUTANTS = [
         "replicas: theirs are taken before all own are added up",
         "src/cuda/rounds/large_combine.cu",
         "    const bool good = a.recv && combiner.receive_rounds();\n",
-        "    if (!kPlain && a.recv && k.slice.of > 1) combiner.take_from_replicas();\n"
+        "    if (!kMappedOnly && a.recv && k.slice.of > 1) combiner.take_from_replicas();\n"
         "    const bool good = a.recv && combiner.receive_rounds();\n",
         "replicas wait for each other",
         REPLICAS,
@@ -239,7 +239,7 @@ MUTANTS = [
     Mutant(
         "replicas: headers of finished rows are not looked at",
         "src/cuda/rounds/large_combine.cu",
-        "    if (!kPlain && a.recv && k.slice.of > 1) receive_slice_headers(a, step);\n",
+        "    if (!kMappedOnly && a.recv && k.slice.of > 1) receive_slice_headers(a, step);\n",
         "",
         "one that accumulates beside one that does not goes unnoticed",
         "test_replicas_apart_in_pieces and accumulate and mapped",

@@ -262,11 +262,11 @@ MUTANTS = [
         "a step is closed too early",
         COMBINE,
         """  if (a.recv) {
-    receive_combine<T, kPlain, Rounds::kPieces>(a, step, s);
+    receive_combine<T, kMappedOnly, Rounds::kPieces>(a, step, s);
     close_set(k, step);
   }
 """,
-        """  if (a.recv) receive_combine<T, kPlain, Rounds::kPieces>(a, step, s);
+        """  if (a.recv) receive_combine<T, kMappedOnly, Rounds::kPieces>(a, step, s);
   if (a.send) close_set(k, step);
 """,
         "a send half alone frees memory in which peers' rows are still waited for",

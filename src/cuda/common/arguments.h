@@ -271,7 +271,7 @@ struct DispatchArguments {
 
 // True if the smaller kernels of dispatch can do it: all peers are on this node, at most 32 and none dead, without replicas, and the plan is
 // made from ids.
-inline bool is_plain(const DispatchArguments& a) {
+inline bool is_mapped_only(const DispatchArguments& a) {
   const Common& k = a.common;
   return k.remote == 0 && k.dead == 0 && k.c.world <= 32 && k.c.replicas == 1 && (a.ids != nullptr || !a.send);
 }
@@ -343,7 +343,7 @@ struct CombineArguments {
 };
 
 // Whether the smaller kernels of combine can do it: they know peers of the node alone, and neither replicas, tails nor weights.
-inline bool is_plain(const CombineArguments& a) {
+inline bool is_mapped_only(const CombineArguments& a) {
   return a.common.remote == 0 && a.common.c.replicas == 1 && !a.has_tail && !a.uses_weights;
 }
 

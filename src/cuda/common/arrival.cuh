@@ -28,9 +28,9 @@ __device__ inline std::uint32_t looked_at(std::uint32_t missing, bool all) { ret
 
 // For a warp: look(all) loads what the lane still misses, all of it or one piece, and says whether that has come. One is enough while
 // nothing has: a hundred blocks that load all of their rows again and again are in the way of the stores that they wait for.
-// waits_for(): the peer to blame. ask_how(turn, first, begun, peer): as ask(). False: something failed.
+// waits_for(): the peer to blame. poll(turn, first, begun, peer): as poll_failure(). False: something failed.
 template <typename Look, typename Peer, typename Ask>
-__device__ inline bool await_pieces(const Common& k, Phase phase, std::uint32_t step, const Peer& waits_for, const Look& look, const Ask& ask_how) {
+__device__ inline bool await_pieces(const Common& k, Phase phase, std::uint32_t step, const Peer& waits_for, const Look& look, const Ask& poll) {
   if (!__all_sync(~0u, look(true))) {
     const std::uint64_t first = nanoseconds();
     std::uint64_t begun = first;
@@ -38,7 +38,7 @@ __device__ inline bool await_pieces(const Common& k, Phase phase, std::uint32_t 
       if (__all_sync(~0u, look(false)) && __all_sync(~0u, look(true))) break;
       if (i % kLooksBetween != 0) continue;
       const std::uint32_t peer = waits_for();
-      const Verdict verdict = ask_how(i / kLooksBetween, first, begun, peer);
+      const Verdict verdict = poll(i / kLooksBetween, first, begun, peer);
       if (verdict == Verdict::Busy) begun = nanoseconds();
       if (__any_sync(~0u, verdict == Verdict::Failed)) return false;
       if (__any_sync(~0u, verdict == Verdict::Left) && !__all_sync(~0u, look(true))) {  // all that it sent was there before
@@ -47,13 +47,13 @@ __device__ inline bool await_pieces(const Common& k, Phase phase, std::uint32_t 
       }
     }
   }
-  linger(k, step);
+  fuzz_delay(k, step);
   return true;
 }
 template <typename Look, typename Peer>
 __device__ inline bool await_pieces(const Common& k, Phase phase, std::uint32_t step, const Peer& waits_for, const Look& look) {
   return await_pieces(k, phase, step, waits_for, look, [&](std::uint32_t turn, std::uint64_t first, std::uint64_t begun, std::uint32_t peer) {
-    return ask(k, nullptr, turn, first, begun, phase, step, peer, 0);
+    return poll_failure(k, nullptr, turn, first, begun, phase, step, peer, 0);
   });
 }
 
@@ -72,14 +72,14 @@ static __device__ __noinline__ bool await_tagged(const Common& k, const char* pl
   std::uint64_t begun = first;
   for (std::uint32_t i = 1; !came(); ++i) {
     if (i % kLooksBetween != 0) continue;
-    const Verdict verdict = ask(k, place, i / kLooksBetween, first, begun, phase, step, peer, seen_in(k, piece));
+    const Verdict verdict = poll_failure(k, place, i / kLooksBetween, first, begun, phase, step, peer, seen_in(k, piece));
     if (verdict == Verdict::Failed) return false;
     if (verdict == Verdict::Busy) begun = nanoseconds();
     if (verdict != Verdict::Left || came()) continue;
     fail_of_leaving(k, phase, step, peer, seen_in(k, piece));
     return false;
   }
-  linger(k, step);
+  fuzz_delay(k, step);
   return true;
 }
 

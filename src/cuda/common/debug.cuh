@@ -8,7 +8,7 @@
 namespace pplx::cuda {
 
 #ifdef PPLX_CUDA_STAGES
-__device__ inline void note(const Common& k, Stage stage) {
+__device__ inline void mark_stage(const Common& k, Stage stage) {
   if (k.stages == nullptr || threadIdx.x % 32 != 0) return;
   std::uint64_t now;
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
@@ -16,10 +16,10 @@ __device__ inline void note(const Common& k, Stage stage) {
 }
 
 // As long as it lives, its warp spends its time so.
-class Spends {
+class SpanTimer {
  public:
-  __device__ Spends(const Common&, Span what) : spent_(of_block() + static_cast<std::uint32_t>(what) * kMostWarps + threadIdx.x / 32), begun_(cycles()) {}
-  __device__ ~Spends() {
+  __device__ SpanTimer(const Common&, Span what) : spent_(of_block() + static_cast<std::uint32_t>(what) * kMostWarps + threadIdx.x / 32), begun_(cycles()) {}
+  __device__ ~SpanTimer() {
     if (threadIdx.x % 32 == 0) *spent_ += static_cast<std::uint64_t>(cycles() - begun_);
   }
   // By all lanes of a warp, first and last.
@@ -50,9 +50,9 @@ class Spends {
   const long long begun_;
 };
 #else
-__device__ inline void note(const Common&, Stage) {}
-struct Spends {
-  __device__ Spends(const Common&, Span) {}
+__device__ inline void mark_stage(const Common&, Stage) {}
+struct SpanTimer {
+  __device__ SpanTimer(const Common&, Span) {}
   __device__ static void begin() {}
   __device__ static void end(const Common&) {}
 };
@@ -68,7 +68,7 @@ __device__ inline std::uint64_t mixed(std::uint64_t h) {
   h = (h ^ h >> 27) * 0x81dadef4bc2dd44dull;
   return h ^ h >> 33;
 }
-__device__ inline void linger(const Common& k, std::uint64_t what) {
+__device__ inline void fuzz_delay(const Common& k, std::uint64_t what) {
   const std::uint64_t h = mixed(what ^ k.fuzz_seed << 32 ^ std::uint64_t{blockIdx.x} << 16 ^ threadIdx.x);
   // Mostly nothing: what comes too early is seen only where nobody waits, and a warp waits for its slowest lane.
   const std::uint32_t chance = h & 63;
@@ -82,7 +82,7 @@ __device__ inline void come_late(const Common& k, std::uint32_t step) {
 }
 #else
 __device__ inline void come_late(const Common&, std::uint32_t) {}
-__device__ inline void linger(const Common&, std::uint64_t) {}
+__device__ inline void fuzz_delay(const Common&, std::uint64_t) {}
 #endif
 
 }  // namespace pplx::cuda

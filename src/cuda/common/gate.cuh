@@ -5,17 +5,17 @@
 namespace pplx::cuda {
 
 // Shared memory that one warp writes, once in a launch, for any warps to read.
-struct Gate {
+struct Once {
   std::uint64_t barrier;
   // By one thread, before the block meets for the first time.
-  __device__ void close() { gate_close(&barrier); }
+  __device__ void init() { once_init(&barrier); }
   // By all lanes of the warp that has written.
-  __device__ void open() {
+  __device__ void set() {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) gate_open(&barrier);
+    if (threadIdx.x % 32 == 0) once_set(&barrier);
   }
-  __device__ void wait() { gate_wait(&barrier); }
-  __device__ bool is_open() { return gate_is_open(&barrier); }
+  __device__ void wait() { once_wait(&barrier); }
+  __device__ bool is_set() { return once_is_set(&barrier); }
 };
 
 }  // namespace pplx::cuda

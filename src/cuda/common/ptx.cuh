@@ -148,13 +148,13 @@ __device__ inline T* known_global(T* at) {
 // ---- a gate of a thread block: closed, then opened once; for any number that wait ----
 
 __device__ inline std::uint32_t shared_address(const void* at) { return static_cast<std::uint32_t>(__cvta_generic_to_shared(at)); }
-__device__ inline void gate_close(std::uint64_t* gate) {
+__device__ inline void once_init(std::uint64_t* gate) {
   asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(gate)) : "memory");
 }
-__device__ inline void gate_open(std::uint64_t* gate) {
+__device__ inline void once_set(std::uint64_t* gate) {
   asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared.b64 state, [%0];\n\t}" ::"r"(shared_address(gate)) : "memory");
 }
-__device__ inline void gate_wait(std::uint64_t* gate) {
+__device__ inline void once_wait(std::uint64_t* gate) {
   std::uint32_t is_open = 0;
   while (is_open == 0) {
 #if __CUDA_ARCH__ >= 900
@@ -167,7 +167,7 @@ __device__ inline void gate_wait(std::uint64_t* gate) {
                  : "memory");
   }
 }
-__device__ inline bool gate_is_open(std::uint64_t* gate) {
+__device__ inline bool once_is_set(std::uint64_t* gate) {
   std::uint32_t is_open;
   asm volatile("{\n\t.reg .pred p;\n\tmbarrier.test_wait.parity.shared.b64 p, [%1], 0;\n\tselp.u32 %0, 1, 0, p;\n\t}"
                : "=r"(is_open)
@@ -181,20 +181,20 @@ __device__ inline bool gate_is_open(std::uint64_t* gate) {
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
 // Turns that begin when so many have arrived, and all bytes that any of them expects. The first one is turn 0.
-__device__ inline void turns_init(std::uint64_t* turns, std::uint32_t arrivals) {
+__device__ inline void mbarrier_init(std::uint64_t* turns, std::uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(shared_address(turns)), "r"(arrivals)
                : "memory");
 }
-__device__ inline void turns_arrive(std::uint64_t* turns) {
+__device__ inline void mbarrier_arrive(std::uint64_t* turns) {
   asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared::cta.b64 state, [%0];\n\t}" ::"r"(shared_address(turns)) : "memory");
 }
-__device__ inline void turns_expect(std::uint64_t* turns, std::uint32_t bytes) {
+__device__ inline void mbarrier_expect(std::uint64_t* turns, std::uint32_t bytes) {
   asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n\t}" ::"r"(shared_address(turns)),
                "r"(bytes)
                : "memory");
 }
 // Whether the turn of this parity is over. Sleeps for a while if it is not.
-__device__ inline bool turn_is_over(std::uint64_t* turns, std::uint32_t parity) {
+__device__ inline bool phase_wait(std::uint64_t* turns, std::uint32_t parity) {
   std::uint32_t over;
   asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
                : "=r"(over)
@@ -203,7 +203,7 @@ __device__ inline bool turn_is_over(std::uint64_t* turns, std::uint32_t parity) 
   return over != 0;
 }
 // The same, without sleep.
-__device__ inline bool turn_is_over_now(std::uint64_t* turns, std::uint32_t parity) {
+__device__ inline bool phase_test(std::uint64_t* turns, std::uint32_t parity) {
   std::uint32_t over;
   asm volatile("{\n\t.reg .pred p;\n\tmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
                : "=r"(over)
@@ -239,11 +239,11 @@ __device__ inline void fence_copies() { asm volatile("fence.proxy.async.global;"
 #else
 
 // Nobody launches what uses them.
-__device__ inline void turns_init(std::uint64_t*, std::uint32_t) { __trap(); }
-__device__ inline void turns_arrive(std::uint64_t*) {}
-__device__ inline void turns_expect(std::uint64_t*, std::uint32_t) {}
-__device__ inline bool turn_is_over(std::uint64_t*, std::uint32_t) { return true; }
-__device__ inline bool turn_is_over_now(std::uint64_t*, std::uint32_t) { return true; }
+__device__ inline void mbarrier_init(std::uint64_t*, std::uint32_t) { __trap(); }
+__device__ inline void mbarrier_arrive(std::uint64_t*) {}
+__device__ inline void mbarrier_expect(std::uint64_t*, std::uint32_t) {}
+__device__ inline bool phase_wait(std::uint64_t*, std::uint32_t) { return true; }
+__device__ inline bool phase_test(std::uint64_t*, std::uint32_t) { return true; }
 __device__ inline void bulk_load(void*, const void*, std::uint32_t, std::uint64_t*) {}
 __device__ inline void bulk_store(void*, const void*, std::uint32_t) {}
 __device__ inline void bulk_end_group() {}

@@ -81,7 +81,7 @@ __device__ inline void begin_to_close(const Common& k, std::uint32_t step) {
 __device__ inline void close_set(const Common& k, std::uint32_t step) {
   __syncthreads();
   if (threadIdx.x != 0) return;
-  linger(k, step);
+  fuzz_delay(k, step);
   if (k.c.in_flight > 1)
     subtract_in_order(closed_at(k, step), 1);
   else

@@ -15,7 +15,7 @@ namespace pplx::cuda {
 
 // Everything that was stored before is there for whoever sees this word.
 __device__ inline void publish(const Common& k, void* word, std::uint64_t value) {
-  linger(k, value);
+  fuzz_delay(k, value);
   store_release(word, value);
 }
 
@@ -39,7 +39,7 @@ __device__ inline const char* arrival(const Common& k, std::uint32_t step, Signa
   return k.peers[k.c.rank] + k.heap.arrival_at(k.c, set_of(k.c, step), signal, peer);
 }
 __device__ inline void raise_at_peer(const Common& k, std::uint32_t step, Signal signal, std::uint32_t peer) {
-  linger(k, arrival_word(k.generation, step));
+  fuzz_delay(k, arrival_word(k.generation, step));
   raise_arrival<Atomics>(k.peers[peer], k.heap, k.c, signal, k.c.rank, k.generation, step);
 }
 
@@ -94,7 +94,7 @@ inline constexpr auto kBusyNs = static_cast<std::uint64_t>(deadlines::kBusy.seco
 
 // `turn`: how often this wait has asked; the host's words lie across PCIe. `first`: since when it lasts; `begun`: since when somebody is
 // to blame for it.
-static __device__ __noinline__ Verdict ask(const Common& k, const void* word, std::uint32_t turn, std::uint64_t first,
+static __device__ __noinline__ Verdict poll_failure(const Common& k, const void* word, std::uint32_t turn, std::uint64_t first,
                                            std::uint64_t begun, Phase phase, std::uint32_t step, std::uint32_t peer,
                                            std::uint64_t seen) {
   const bool ask_host = (turn & 255) == 255, passed_on = is_passed_on(k, word, peer);
@@ -122,7 +122,7 @@ __device__ inline bool keep_looking(const Common& k, const void* word, Phase pha
   std::uint64_t begun = first;
   for (std::uint32_t i = 1; !look(); ++i) {
     if (i % 256 != 0) continue;
-    const Verdict verdict = ask(k, word, i / 256, first, begun, phase, step, peer, seen);
+    const Verdict verdict = poll_failure(k, word, i / 256, first, begun, phase, step, peer, seen);
     if (verdict == Verdict::Failed) return false;
     if (verdict == Verdict::Busy) begun = nanoseconds();
     if (verdict != Verdict::Left || look()) continue;
@@ -149,7 +149,7 @@ template <Match match>
 __device__ inline bool wait(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer) {
   std::uint64_t seen = load_acquire(word);
   const bool good = matches<match>(k, seen, step) || wait_long<match>(k, word, phase, step, peer, seen);
-  linger(k, seen);
+  fuzz_delay(k, seen);
   return good;
 }
 

@@ -22,21 +22,21 @@ struct WholeSums {
 __device__ inline void claim_own(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
   if (threadIdx.x / 32 != kCombineWarps - 1) return;
   if (threadIdx.x % 32 == 0) s.mine = take_share(a.common, Op::Combine, blockIdx.x, step);
-  s.claimed.open();
+  s.claimed.set();
 }
 
-// kPlain: all peers are on this node, there are no replicas, no tails and no weights of combine's own. The other kernels can do all.
+// kMappedOnly: all peers are on this node, there are no replicas, no tails and no weights of combine's own. The other kernels can do all.
 // kSent: vectors of a lane, in a strip that is sent.
 // Rounds: how blocks go back to peers. What comes back to this rank is whole.
-template <typename T, bool kPlain, int kSent, typename Rounds = WholeSums>
+template <typename T, bool kMappedOnly, int kSent, typename Rounds = WholeSums>
 __device__ __forceinline__ void run_combine(const CombineArguments& a) {
   using Shared = std::conditional_t<Rounds::kPieces, CombineRoundsShared<Rounds>, CombineShared>;
   PPLX_SHARED(Shared, s);
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
-  note(k, Stage::CombineBegins);
+  mark_stage(k, Stage::CombineBegins);
   Places places;
-  if (a.send) load_first_places<kPlain>(a, places);
+  if (a.send) load_first_places<kMappedOnly>(a, places);
   const std::uint32_t entry = a.recv ? load_token_row(a, receive_unit(first_of_warp())) : kNone;
   std::uint32_t step = 0;
   const bool in_rounds = Rounds::kPieces && a.received.step[1] != 0;
@@ -44,20 +44,20 @@ __device__ __forceinline__ void run_combine(const CombineArguments& a) {
   s.entries[threadIdx.x] = entry;  // registers are for the sums meanwhile
   if (a.recv) begin_to_close(k, step);
   if constexpr (Rounds::kPieces)
-    if (in_rounds) Rounds::template send<T, kPlain, kSent>(a, step, s, s.rounds[threadIdx.x / 32]);
+    if (in_rounds) Rounds::template send<T, kMappedOnly, kSent>(a, step, s, s.rounds[threadIdx.x / 32]);
   if (a.send && (!in_rounds || a.release)) {
     const CombineUnits units(a, s);
-    const std::uint32_t senders = kCombineWarps - (kPlain && a.recv ? receivers_of_combine(units.all, gridDim.x) : 0);
+    const std::uint32_t senders = kCombineWarps - (kMappedOnly && a.recv ? receivers_of_combine(units.all, gridDim.x) : 0);
     claim_own(a, step, s);
-    if constexpr (!kPlain)
-      if (k.remote != 0) CombineExtras<kPlain>::find_what_may_be_sent(k, step, s);
-    if (threadIdx.x / 32 < senders) send_combine<T, kPlain, kSent>(a, step, units, senders, places, s);
+    if constexpr (!kMappedOnly)
+      if (k.remote != 0) CombineExtras<kMappedOnly>::find_what_may_be_sent(k, step, s);
+    if (threadIdx.x / 32 < senders) send_combine<T, kMappedOnly, kSent>(a, step, units, senders, places, s);
   }
   if (a.recv) {
-    receive_combine<T, kPlain, Rounds::kPieces>(a, step, s);
+    receive_combine<T, kMappedOnly, Rounds::kPieces>(a, step, s);
     close_set(k, step);
   }
-  note(k, Stage::CombineEnds);
+  mark_stage(k, Stage::CombineEnds);
   stamp(k, Op::Combine, step, begun);
 }
 

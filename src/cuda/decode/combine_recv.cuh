@@ -77,7 +77,7 @@ struct ArrivingStrips {
 };
 
 // The rows first, first + 1 ... of a token's n. Each of the first n lanes has a row and its rank. False: they will not come.
-template <bool kPlain>
+template <bool kMappedOnly>
 __device__ inline bool await_strips(const CombineArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t n, char* row,
                                     std::uint32_t entry, ArrivingStrips& strips) {
   const Common& k = a.common;
@@ -87,10 +87,10 @@ __device__ inline bool await_strips(const CombineArguments& a, std::uint32_t ste
     strips.row[i] = nullptr;
     if (first + i >= n) continue;
     strips.row[i] = of_lane(row, static_cast<int>(first + i));
-    const std::uint32_t source = kPlain ? 0 : __shfl_sync(~0u, rank, first + i);
-    if constexpr (!kPlain)
+    const std::uint32_t source = kMappedOnly ? 0 : __shfl_sync(~0u, rank, first + i);
+    if constexpr (!kMappedOnly)
       if (is_remote(k, source)) {
-        if (!CombineExtras<kPlain>::await_remote_row(k, step, source, __shfl_sync(~0u, entry, first + i) & 0xfffffu)) return false;
+        if (!CombineExtras<kMappedOnly>::await_remote_row(k, step, source, __shfl_sync(~0u, entry, first + i) & 0xfffffu)) return false;
         strips.there |= 1u << i;
       }
 #pragma unroll
@@ -110,7 +110,7 @@ __device__ inline bool await_strips(const CombineArguments& a, std::uint32_t ste
 }
 
 // A strip of one of this rank's tokens. `entry`: this lane's row of it. kGives: replicas get it, too. False: its rows will not come.
-template <typename T, bool kGives, bool kPlain>
+template <typename T, bool kGives, bool kMappedOnly>
 __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, std::uint32_t entry) {
   const Common& k = a.common;
   const std::uint32_t own = a.received_in.by_strips.divide(unit), strip = unit - own * a.received_in.strips;
@@ -124,18 +124,18 @@ __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t st
   if (a.accumulate) sums.load(y, begin, end);
   for (std::uint32_t first = 0; first < n; first += ArrivingStrips::kRows) {
     ArrivingStrips strips(begin, end);
-    if (!await_strips<kPlain>(a, step, first, n, row, entry, strips)) return false;
-    note(k, Stage::Came);
+    if (!await_strips<kMappedOnly>(a, step, first, n, row, entry, strips)) return false;
+    mark_stage(k, Stage::Came);
 #pragma unroll
     for (int i = 0; i < strips.kRows; ++i)
       if (strips.row[i] != nullptr) sums.add_row(strips.v[i], 1.0f);
     strips.make_places_blank();
   }
   sums.store(y, begin, end);
-  note(k, Stage::Added);
-  if constexpr (kGives) CombineExtras<kPlain>::give_strip(k, step, own, sums, begin, end);
-  if constexpr (!kPlain)
-    if (a.has_tail && strip == a.received_in.strips - 1) return CombineExtras<kPlain>::template read_tail<kGives>(a, step, own, n, row, rank);
+  mark_stage(k, Stage::Added);
+  if constexpr (kGives) CombineExtras<kMappedOnly>::give_strip(k, step, own, sums, begin, end);
+  if constexpr (!kMappedOnly)
+    if (a.has_tail && strip == a.received_in.strips - 1) return CombineExtras<kMappedOnly>::template read_tail<kGives>(a, step, own, n, row, rank);
   return true;
 }
 
@@ -146,22 +146,22 @@ __device__ inline std::uint32_t receive_unit(std::uint32_t nth) { return nth * g
 __device__ inline std::uint32_t first_of_warp() { return (threadIdx.x / 32 + kCombineWarps - 1) % kCombineWarps; }
 
 // Peers' headers, by the last warps, which have the least to do with a small step.
-template <bool kPlain>
+template <bool kMappedOnly>
 __device__ inline void receive_headers(const CombineArguments& a, std::uint32_t step) {
   const Common& k = a.common;
   const std::uint32_t last = (kCombineWarps - 1 - first_of_warp()) * gridDim.x + gridDim.x - 1 - blockIdx.x;
   for (std::uint32_t i = last; i < k.living; i += kCombineWarps * gridDim.x)
-    if (threadIdx.x % 32 == 0 && (kPlain || !is_remote(k, k.order[i]))) receive_header(a, step, k.order[i]);
+    if (threadIdx.x % 32 == 0 && (kMappedOnly || !is_remote(k, k.order[i]))) receive_header(a, step, k.order[i]);
 }
 
 // For each warp.
-template <typename T, bool kPlain, bool kPieces>
+template <typename T, bool kMappedOnly, bool kPieces>
 __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
   const Common& k = a.common;
-  if constexpr (!kPlain) {
-    if (k.remote != 0) CombineExtras<kPlain>::template receive_headers<kPieces>(a, step);
+  if constexpr (!kMappedOnly) {
+    if (k.remote != 0) CombineExtras<kMappedOnly>::template receive_headers<kPieces>(a, step);
     if (k.slice.of > 1) {
-      if (a.release || CombineExtras<kPlain>::template receive_with_replicas<T>(a, step)) receive_headers<kPlain>(a, step);
+      if (a.release || CombineExtras<kMappedOnly>::template receive_with_replicas<T>(a, step)) receive_headers<kMappedOnly>(a, step);
       return;
     }
   }
@@ -170,12 +170,12 @@ __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t 
     const std::uint32_t unit = receive_unit(nth);
     if (unit < units) {
       const std::uint32_t entry = nth < kCombineWarps ? s.entries[threadIdx.x] : load_token_row(a, unit);
-      if (!receive_strip<T, false, kPlain>(a, step, unit, entry)) return;
+      if (!receive_strip<T, false, kMappedOnly>(a, step, unit, entry)) return;
     }
     if (threadIdx.x % 32 == 0) nth = atomicAdd(&s.received, 1);
     nth = __shfl_sync(~0u, nth, 0);
   }
-  receive_headers<kPlain>(a, step);
+  receive_headers<kMappedOnly>(a, step);
 }
 
 }  // namespace pplx::cuda

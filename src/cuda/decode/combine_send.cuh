@@ -9,11 +9,11 @@
 namespace pplx::cuda {
 
 // Does what only the general kernel does, for peers of other nodes, replicas, tails and weights: remote/combine_extras.cuh.
-template <bool kPlain>
+template <bool kMappedOnly>
 struct CombineExtras;
 
 struct CombineShared {
-  Gate claimed;  // mine
+  Once claimed;  // mine
   bool mine;  // this block's own share was still to be had
   bool may_send;  // the blocks of remote peers may be written
   std::uint32_t rows_begin[kMaxPeers + 1];  // by source; [world]: all of them
@@ -36,7 +36,7 @@ __device__ inline bool begin_combine(const CombineArguments& a, std::uint32_t& s
   if (threadIdx.x <= k.c.world) s.rows_begin[threadIdx.x] = a.received.rows_begin[threadIdx.x];
   if (threadIdx.x == 0) {
     s.many = *a.received.many;
-    s.claimed.close();
+    s.claimed.init();
     s.sent = 0;
     s.received = received;
   }
@@ -124,7 +124,7 @@ __device__ inline std::uint32_t flags_of(const CombineArguments& a) {
 }
 
 // A peer of the node gets it as one tagged piece: it proves that this rank has read the peer's dispatch.
-template <bool kPlain>
+template <bool kMappedOnly>
 __device__ inline void send_combine_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, const CombineShared& s,
                                            std::uint32_t parts) {
   const Common& k = a.common;
@@ -132,13 +132,13 @@ __device__ inline void send_combine_header(const CombineArguments& a, std::uint3
   const std::uint32_t rows = a.release ? 0 : s.rows_begin[peer + 1] - s.rows_begin[peer];
   const std::uint32_t flags = flags_of(a) | (*a.received.overflowed != 0 ? kOverflowed : 0u);
   char* block = block_for(k, set_of(k.c, step), Op::Combine, peer);
-  if (kPlain || !is_remote(k, peer)) {
-    linger(k, rows);
+  if (kMappedOnly || !is_remote(k, peer)) {
+    fuzz_delay(k, rows);
     if (lane == 0) store_tagged(k, block, step, rows, flags, k.c.rank);
     return;
   }
-  if constexpr (!kPlain)
-    if (s.may_send) CombineExtras<kPlain>::send_header(k, step, peer, block, rows, flags, parts);
+  if constexpr (!kMappedOnly)
+    if (s.may_send) CombineExtras<kMappedOnly>::send_header(k, step, peer, block, rows, flags, parts);
 }
 
 // Where the row's sums come from, a choice in each lane: loaded before it is known whether there is such a row.
@@ -146,12 +146,12 @@ struct Places {
   std::uint32_t choices = 1, place = kNone;
   float weight = 1.0f;
 
-  template <bool kPlain>
+  template <bool kMappedOnly>
   __device__ void load(const CombineArguments& a, std::uint32_t at) {
     const Common& k = a.common;
     const std::uint32_t lane = threadIdx.x % 32;
     const bool compact = k.c.layout == LayoutKind::Compact;
-    choices = compact && (kPlain || !a.has_tail) ? 1 : a.received.choices[at];
+    choices = compact && (kMappedOnly || !a.has_tail) ? 1 : a.received.choices[at];
     place = kNone;
     weight = 1.0f;
     if (lane >= (compact ? 1 : k.c.top_k)) return;  // not as many as there are: that load would have to come first
@@ -197,21 +197,21 @@ __device__ inline std::uint32_t row_of_run(const CombineArguments& a, const Comb
 }
 
 // Strips [strip, strip + together) of the nth row, as far as it has them. own: of this block's own share.
-template <typename T, bool kPlain, int kVectors>
+template <typename T, bool kMappedOnly, int kVectors>
 __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step, std::uint32_t run, const CombineUnits& units,
                                    Places& places, bool loaded, bool own, CombineShared& s) {
   const Common& k = a.common;
   const std::uint32_t nth = row_of_run(a, units, run);
   const RowOfUnit of(k, s, units, nth);
   std::uint32_t strip = (run - nth * units.runs) * units.together;
-  if (!loaded) places.load<kPlain>(a, s.rows_begin[of.source] + of.row);
+  if (!loaded) places.load<kMappedOnly>(a, s.rows_begin[of.source] + of.row);
   const std::uint32_t n = places.check(a);
-  if constexpr (!kPlain)
-    if (a.uses_weights && !CombineExtras<kPlain>::sent_weight(a, step, of.source, of.row, places.weight)) return;
-  note(k, Stage::Found);
+  if constexpr (!kMappedOnly)
+    if (a.uses_weights && !CombineExtras<kMappedOnly>::sent_weight(a, step, of.source, of.row, places.weight)) return;
+  mark_stage(k, Stage::Found);
 
   const std::uint32_t last = min(strip + units.together, a.sent.strips);
-  const bool remote = !kPlain && is_remote(k, of.source);
+  const bool remote = !kMappedOnly && is_remote(k, of.source);
   if (remote && !s.may_send) return;
   char* to = block_for(k, set_of(k.c, step), Op::Combine, of.source) + k.combine.row_at(of.row);
 #pragma unroll 1
@@ -225,52 +225,52 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
       sums.store(to, begin, end);
     else
       sums.send(to, begin, end);
-    linger(k, std::uint64_t{step} << 32 | begin);
+    fuzz_delay(k, std::uint64_t{step} << 32 | begin);
   }
-  note(k, Stage::Sent);
-  const bool with_tail = !kPlain && a.has_tail && last == a.sent.strips;
-  if constexpr (!kPlain)
-    if (with_tail) CombineExtras<kPlain>::write_tail(a, places.choices, places.place, to + k.combine.tail_at);
+  mark_stage(k, Stage::Sent);
+  const bool with_tail = !kMappedOnly && a.has_tail && last == a.sent.strips;
+  if constexpr (!kMappedOnly)
+    if (with_tail) CombineExtras<kMappedOnly>::write_tail(a, places.choices, places.place, to + k.combine.tail_at);
   const bool by_word = has_many(s, of.source);
   if (!with_tail && !remote && !by_word) return;
   __syncwarp();
   if (threadIdx.x % 32 != 0) return;
-  if constexpr (!kPlain)
+  if constexpr (!kMappedOnly)
     if (remote) {
-      CombineExtras<kPlain>::count_strips(k, step, of.source, of.row, units.runs, s.rows_begin[of.source + 1] - s.rows_begin[of.source]);
+      CombineExtras<kMappedOnly>::count_strips(k, step, of.source, of.row, units.runs, s.rows_begin[of.source + 1] - s.rows_begin[of.source]);
       return;
     }
   publish(k, to + k.combine.arrival_at, arrival_word(k.generation, step));  // a tail is any bits at all: no blank shows that it came
 }
 
-template <typename T, bool kPlain, int kVectors>
+template <typename T, bool kMappedOnly, int kVectors>
 __device__ inline void send_unit(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, const CombineUnits& units,
                                  Places& places, bool loaded, bool own, CombineShared& s) {
   const Common& k = a.common;
   if (unit >= units.headers) {
-    send_strips<T, kPlain, kVectors>(a, step, unit - units.headers, units, places, loaded, own, s);
+    send_strips<T, kMappedOnly, kVectors>(a, step, unit - units.headers, units, places, loaded, own, s);
     return;
   }
-  if (may_store(s, own)) send_combine_header<kPlain>(a, step, k.order[unit], s, units.runs);
+  if (may_store(s, own)) send_combine_header<kMappedOnly>(a, step, k.order[unit], s, units.runs);
 }
 
 // What a warp loads before the kernel knows how many rows there are: its first unit, if the step is a small one.
-template <bool kPlain>
+template <bool kMappedOnly>
 __device__ inline void load_first_places(const CombineArguments& a, Places& places) {
   const Common& k = a.common;
   const std::uint32_t unit = unit_of_share(blockIdx.x, threadIdx.x / 32);
   if (a.release || unit < k.living) return;
   const std::uint32_t at = a.sent.by_strips.divide(unit - k.living);
-  if (at < k.c.world * k.most_rows) places.load<kPlain>(a, at);
+  if (at < k.c.world * k.most_rows) places.load<kMappedOnly>(a, at);
 }
 
 // For each warp that sends. The first one then looks for shares that nobody has begun; it sends those alone.
-template <typename T, bool kPlain, int kVectors>
+template <typename T, bool kMappedOnly, int kVectors>
 __device__ inline void send_combine(const CombineArguments& a, std::uint32_t step, const CombineUnits& units, std::uint32_t senders,
                                     Places& places, CombineShared& s) {
   const Common& k = a.common;
-  if constexpr (!kPlain)
-    if (a.uses_weights) CombineExtras<kPlain>::send_all_weights(a, step);
+  if constexpr (!kMappedOnly)
+    if (a.uses_weights) CombineExtras<kMappedOnly>::send_all_weights(a, step);
   std::uint32_t share = blockIdx.x, nth = threadIdx.x / 32;
   bool own = true, loaded = units.small;
 #pragma unroll 1
@@ -283,7 +283,7 @@ __device__ inline void send_combine(const CombineArguments& a, std::uint32_t ste
       nth = 0;
     }
     const std::uint32_t unit = unit_of_share(share, nth);
-    if (unit < units.all) send_unit<T, kPlain, kVectors>(a, step, unit, units, places, loaded, own, s);
+    if (unit < units.all) send_unit<T, kMappedOnly, kVectors>(a, step, unit, units, places, loaded, own, s);
     if (threadIdx.x % 32 == 0) nth = own ? senders + atomicAdd(&s.sent, 1u) : nth + 1;
     nth = __shfl_sync(~0u, nth, 0);
   }

@@ -22,25 +22,25 @@ struct WholeBlocks {
   static constexpr bool kPieces = false;
 };
 
-// kPlain: all peers are on this node, at most 32 and none dead, there are no replicas, and the plan is made from ids. The other kernels
+// kMappedOnly: all peers are on this node, at most 32 and none dead, there are no replicas, and the plan is made from ids. The other kernels
 // can do all. kHooks: the caller's kernels hear of what has come. Rounds: how blocks come. What this rank sends is whole.
-template <typename Mode, bool kPlain, bool kHooks, typename Rounds = WholeBlocks>
+template <typename Mode, bool kMappedOnly, bool kHooks, typename Rounds = WholeBlocks>
 __device__ __forceinline__ void run_dispatch(const DispatchArguments& a) {
   using Shared = std::conditional_t<Rounds::kPieces, DispatchRoundsShared<Rounds>, DispatchShared>;
   PPLX_LAUNCHED_SHARED(words);  // the send half's counts by expert, then the receive half's places
   PPLX_SHARED(Shared, s);
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
-  note(k, Stage::DispatchBegins);
+  mark_stage(k, Stage::DispatchBegins);
   if (threadIdx.x == 0) {
-    s.receive.rows_known.close();
-    s.receive.placed.close();
+    s.receive.rows_known.init();
+    s.receive.placed.init();
     s.receive.next = 0;
   }
   if (threadIdx.x < kMaxPeers) s.receive.choices[threadIdx.x] = 0;
   std::uint32_t step = 0;
   if (a.send) {
-    EarlyLoads<Mode, kPlain> early;
+    EarlyLoads<Mode, kMappedOnly> early;
     if (is_publisher()) {
       read_step(a, s.send);
     } else if (is_sender()) {
@@ -48,10 +48,10 @@ __device__ __forceinline__ void run_dispatch(const DispatchArguments& a) {
       forget_counts(k, s.send, words);
     }
     __syncthreads();
-    note(k, Stage::Claimed);
+    mark_stage(k, Stage::Claimed);
     step = s.send.step;
-    if (is_sender()) send_dispatch<Mode, kPlain>(a, early, s.send, words);
-    if (is_publisher()) publish_dispatch<kPlain>(a, s.send);
+    if (is_sender()) send_dispatch<Mode, kMappedOnly>(a, early, s.send, words);
+    if (is_publisher()) publish_dispatch<kMappedOnly>(a, s.send);
   } else if (!find_open_step(a, step)) {
     if (kHooks) raise_after_failure(a);
     return;
@@ -61,16 +61,16 @@ __device__ __forceinline__ void run_dispatch(const DispatchArguments& a) {
     if (counts_rows()) count_rows(a, step, s.receive);
     if constexpr (Rounds::kPieces)
       if (counts_rows()) Rounds::hear(a, step, s.receive);
-    if (places_rows()) place_rows<kPlain, kHooks>(a, step, s.receive, experts);
-    if constexpr (!kPlain)
-      if (k.remote != 0 && looks_after_proxy()) DispatchExtras<kPlain>::template pass_on<Rounds::kPieces>(a, step);
+    if (places_rows()) place_rows<kMappedOnly, kHooks>(a, step, s.receive, experts);
+    if constexpr (!kMappedOnly)
+      if (k.remote != 0 && looks_after_proxy()) DispatchExtras<kMappedOnly>::template pass_on<Rounds::kPieces>(a, step);
     if constexpr (Rounds::kPieces)
-      Rounds::template receive<kPlain, kHooks>(a, step, s.receive, experts, s.rounds[warp_of_block()]);
+      Rounds::template receive<kMappedOnly, kHooks>(a, step, s.receive, experts, s.rounds[warp_of_block()]);
     else
-      receive_dispatch<kPlain, kHooks>(a, step, s.receive, experts);
+      receive_dispatch<kMappedOnly, kHooks>(a, step, s.receive, experts);
     if (kHooks) raise_after_failure(a);
   }
-  note(k, Stage::DispatchEnds);
+  mark_stage(k, Stage::DispatchEnds);
   stamp(k, Op::Dispatch, step, begun);
 }
 

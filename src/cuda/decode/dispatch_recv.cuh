@@ -106,19 +106,19 @@ __device__ inline void place_copies(const DispatchArguments& a, const ArrivedRow
 }
 
 // For one thread: waits for a row whose pieces do not show it. False: it will not come.
-template <bool kPlain>
+template <bool kMappedOnly>
 __device__ inline bool await_row(const Common& k, std::uint32_t step, std::uint32_t source, std::uint32_t row, const char* word) {
-  if constexpr (!kPlain)
-    if (is_remote(k, source)) return DispatchExtras<kPlain>::await_remote_row(k, step, source, row);
+  if constexpr (!kMappedOnly)
+    if (is_remote(k, source)) return DispatchExtras<kMappedOnly>::await_remote_row(k, step, source, row);
   return wait<Match::Exact>(k, word, Phase::DispatchRecv, step, source);
 }
 
 // Waits for a part of a row. False: it will not come.
-template <bool kPlain>
+template <bool kMappedOnly>
 __device__ inline bool fetch_part(const Common& k, std::uint32_t step, std::uint32_t source, std::uint32_t row, bool shows, ArrivedPart& part) {
   if (!shows) {
     bool good = true;
-    if (threadIdx.x % 32 == 0) good = await_row<kPlain>(k, step, source, row, part.row + k.dispatch.arrival_at);
+    if (threadIdx.x % 32 == 0) good = await_row<kMappedOnly>(k, step, source, row, part.row + k.dispatch.arrival_at);
     if (!all_of_warp(good)) return false;
     part.load(k, part.wanted);
     return true;
@@ -136,7 +136,7 @@ __device__ inline bool fetch_part(const Common& k, std::uint32_t step, std::uint
 }
 
 // A part of a row. False: something failed.
-template <bool kPlain, bool kHooks>
+template <bool kMappedOnly, bool kHooks>
 __device__ inline bool receive_part(const DispatchArguments& a, std::uint32_t step, std::uint32_t unit, ReceiveShared& s,
                                     const Experts& e) {
   const Common& k = a.common;
@@ -147,16 +147,16 @@ __device__ inline bool receive_part(const DispatchArguments& a, std::uint32_t st
   while (s.rows_begin[r.source + 1] <= r.at) ++r.source;
   const std::uint32_t number = r.at - s.rows_begin[r.source];
   ArrivedPart part(k, own_slot(k, set_of(k.c, step), Op::Dispatch, r.source) + k.dispatch.row_at(number), nth);
-  const bool mapped = kPlain || !is_remote(k, r.source), shows = mapped && number < s.showing[r.source];
-  if (!fetch_part<kPlain>(k, step, r.source, number, shows, part)) return false;
-  note(k, Stage::RowThere);
+  const bool mapped = kMappedOnly || !is_remote(k, r.source), shows = mapped && number < s.showing[r.source];
+  if (!fetch_part<kMappedOnly>(k, step, r.source, number, shows, part)) return false;
+  mark_stage(k, Stage::RowThere);
   s.placed.wait();
   if (!s.placed_all || !read_route(a, step, part.route, e, r)) return false;
   place_copies(a, r, part, quantised(k.c.wire) && nth == k.parts - 1);
   if (nth == 0) place_words(a, r);
   if (kHooks) count_placed(a, r.place, a.hooks.part_units);
   if (mapped && number < k.showing_rows) part.make_places_blank(k);
-  note(k, Stage::RowPlaced);
+  mark_stage(k, Stage::RowPlaced);
   return true;
 }
 
@@ -171,7 +171,7 @@ static __device__ __noinline__ bool receive_showing(const DispatchArguments& a, 
 }
 
 // For any warp of the block, once it has nothing to send.
-template <bool kPlain, bool kHooks>
+template <bool kMappedOnly, bool kHooks>
 __device__ inline void receive_dispatch(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts& e) {
   const Common& k = a.common;
   s.rows_known.wait();
@@ -183,7 +183,7 @@ __device__ inline void receive_dispatch(const DispatchArguments& a, std::uint32_
     if (threadIdx.x % 32 == 0) unit = atomicAdd(&s.next, 1) * gridDim.x + blockIdx.x;
     unit = __shfl_sync(~0u, unit, 0);  // neighbours go to different multiprocessors: small steps use them all
     if (unit < rows) {
-      if (!receive_part<kPlain, kHooks>(a, step, unit, s, e)) return;
+      if (!receive_part<kMappedOnly, kHooks>(a, step, unit, s, e)) return;
     } else if (unit < rows + padding) {
       s.placed.wait();
       if (!s.placed_all) return;

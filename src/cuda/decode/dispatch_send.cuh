@@ -43,19 +43,19 @@ __device__ inline std::uint32_t tokens_before(const DispatchArguments& a, std::u
 }
 
 // The caller's token that is this rank's nth.
-template <bool kPlain>
+template <bool kMappedOnly>
 __device__ inline std::uint32_t token_of(const Common& k, std::uint32_t own) {
-  return kPlain ? own : k.slice.token(own);
+  return kMappedOnly ? own : k.slice.token(own);
 }
 
 // What a sender has loaded before the step is known: all of its block's share is known.
-template <typename Mode, bool kPlain>
+template <typename Mode, bool kMappedOnly>
 struct EarlyLoads {
   Payload<Mode> payload;  // of the first token
   EarlyIds counted;
   RawId id;  // of this thread's choice in the unit
   float weight = 1.0f;
-  PlannedToken<kPlain> token;  // the first one, as far as its ids say
+  PlannedToken<kMappedOnly> token;  // the first one, as far as its ids say
 
   __device__ void load_unit(const DispatchArguments& a, std::uint32_t unit) {
     const Common& k = a.common;
@@ -67,21 +67,21 @@ struct EarlyLoads {
     const std::uint32_t own = first * k.c.top_k + mine;
     id = {};
     if (mine < choices) {
-      if (!kPlain && a.ids == nullptr)
+      if (!kMappedOnly && a.ids == nullptr)
         id.low = static_cast<std::uint32_t>(a.plan.ids[own]);
       else
-        id = load_raw_id(a, choice_at<kPlain>(k, own));
+        id = load_raw_id(a, choice_at<kMappedOnly>(k, own));
     }
-    payload.load(k, a.x + std::uint64_t{token_of<kPlain>(k, first)} * a.x_stride, k.payload_bytes, 0);
+    payload.load(k, a.x + std::uint64_t{token_of<kMappedOnly>(k, first)} * a.x_stride, k.payload_bytes, 0);
     weight = 1.0f;
-    if (mine < choices && a.weights != nullptr) weight = a.weights[choice_at<kPlain>(k, own)];
+    if (mine < choices && a.weights != nullptr) weight = a.weights[choice_at<kMappedOnly>(k, own)];
   }
   // Everything that must not wait for the step, nor for what was counted.
   __device__ void prepare(const DispatchArguments& a, std::uint32_t choices, SendShared& s) {
     const Common& k = a.common;
-    const bool planned = !kPlain && a.ids == nullptr;
+    const bool planned = !kMappedOnly && a.ids == nullptr;
     if (!planned && is_bad(a, id)) k.report->notices.bad_ids = 1;
-    const std::int32_t valid = planned ? static_cast<std::int32_t>(id.low) : valid_id<kPlain>(a, id);
+    const std::int32_t valid = planned ? static_cast<std::int32_t>(id.low) : valid_id<kMappedOnly>(a, id);
     if (threadIdx.x < choices) {
       s.plan.ids[threadIdx.x] = valid;
       s.plan.weights[threadIdx.x] = weight;
@@ -90,7 +90,7 @@ struct EarlyLoads {
     if (choices <= k.c.top_k) token.choose(k, threadIdx.x % 32 < k.c.top_k ? valid : -1, weight);
   }
   __device__ void load(const DispatchArguments& a, std::uint32_t unit) {
-    if ((kPlain || a.ids != nullptr) && unit < a.units) counted.template load<kPlain>(a, tokens_before(a, unit));
+    if ((kMappedOnly || a.ids != nullptr) && unit < a.units) counted.template load<kMappedOnly>(a, tokens_before(a, unit));
     load_unit(a, unit);
   }
 };
@@ -110,7 +110,7 @@ __device__ inline void read_step(const DispatchArguments& a, SendShared& s) {
 }
 
 // By the publisher, while the senders count: whether this block's own share is still to be had, and may be sent.
-template <bool kPlain>
+template <bool kMappedOnly>
 __device__ inline void claim_own(const DispatchArguments& a, SendShared& s) {
   const Common& k = a.common;
   const std::uint32_t step = s.step, lane = threadIdx.x % 32;
@@ -121,9 +121,9 @@ __device__ inline void claim_own(const DispatchArguments& a, SendShared& s) {
     if (lane == 0) taken = may_take_later(k, step);
     taken = __shfl_sync(~0u, taken, 0);
   }
-  if constexpr (!kPlain)
+  if constexpr (!kMappedOnly)
     if (k.remote != 0) {
-      const bool good = DispatchExtras<kPlain>::may_write_blocks(k, step);
+      const bool good = DispatchExtras<kMappedOnly>::may_write_blocks(k, step);
       if (lane == 0) s.may_send = good;
     }
   if (lane == 0) {
@@ -134,11 +134,11 @@ __device__ inline void claim_own(const DispatchArguments& a, SendShared& s) {
 
 // ---- counts ----
 
-template <bool kPlain>
+template <bool kMappedOnly>
 __device__ inline void send_counts(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, SendShared& s,
                                    const std::uint32_t* experts) {
   const Common& k = a.common;
-  const bool planned = !kPlain && a.ids == nullptr;
+  const bool planned = !kMappedOnly && a.ids == nullptr;
   const std::uint32_t first = first_expert_of(k, peer), n = local_experts_of(k, peer), set = set_of(k.c, step);
   char* pieces = k.peers[peer] + k.heap.counts_at(k.c, set, k.c.rank);
 #pragma unroll 1
@@ -152,19 +152,19 @@ __device__ inline void send_counts(const DispatchArguments& a, std::uint32_t ste
       if (!planned) a.plan.counts[first + e] = numbers[j];
     }
     const PackedNumbers p = pack_numbers(numbers);
-    linger(k, p.words[0]);
+    fuzz_delay(k, p.words[0]);
     store_tagged(k, pieces + kPieceBytes * i, step, p.words[0], p.words[1], p.words[2]);
   }
   if (threadIdx.x == kSenders - 1) {
     const std::uint32_t rows = planned ? a.plan.rows[peer] : s.plan.rows_before[peer];
     if (!planned) a.plan.rows[peer] = rows;
-    linger(k, rows);
+    fuzz_delay(k, rows);
     store_tagged(k, k.peers[peer] + k.heap.rows_at(k.c, set, k.c.rank), step, rows, k.showing_rows, a.own >= k.word_rows ? 1 : 0);
   }
   // Nobody else says how many rows the dead get.
-  if (!kPlain && peer == k.c.rank && threadIdx.x < k.c.world && (k.dead >> threadIdx.x & 1) != 0) a.plan.rows[threadIdx.x] = 0;
-  if constexpr (!kPlain)
-    if (k.slice.of > 1 && ((k.replicas | 1ull << k.c.rank) >> peer & 1) != 0) DispatchExtras<kPlain>::tell_replica(a, step, peer, s);
+  if (!kMappedOnly && peer == k.c.rank && threadIdx.x < k.c.world && (k.dead >> threadIdx.x & 1) != 0) a.plan.rows[threadIdx.x] = 0;
+  if constexpr (!kMappedOnly)
+    if (k.slice.of > 1 && ((k.replicas | 1ull << k.c.rank) >> peer & 1) != 0) DispatchExtras<kMappedOnly>::tell_replica(a, step, peer, s);
 }
 
 // ---- rows ----
@@ -207,20 +207,20 @@ __device__ inline void write_given_scales(const DispatchArguments& a, std::uint3
 }
 
 // A warp's part: the route of one row, a lane for each of its token's choices.
-template <bool kPlain>
+template <bool kMappedOnly>
 __device__ inline void write_route(const DispatchArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t rank,
-                                   const PlannedToken<kPlain>& t, char* row) {
+                                   const PlannedToken<kMappedOnly>& t, char* row) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   if (lane >= k.c.top_k) return;
   const std::uint32_t expert = static_cast<std::uint32_t>(t.id) - first_expert_of(k, rank);
   store_tagged(k, row + k.dispatch.route_at + 16 * lane, step, t.rank == rank ? route_place(expert, t.index) : kNowhere,
-               __float_as_uint(t.weight), token_of<kPlain>(k, own));
+               __float_as_uint(t.weight), token_of<kMappedOnly>(k, own));
 }
 
 // Where a token's rows are, for whoever publishes them. By one warp.
-template <bool kPlain>
-__device__ inline void tell_rows(const Common& k, const PlannedToken<kPlain>& t, std::uint32_t token, StoredUnit& unit) {
+template <bool kMappedOnly>
+__device__ inline void tell_rows(const Common& k, const PlannedToken<kMappedOnly>& t, std::uint32_t token, StoredUnit& unit) {
   const std::uint32_t lane = threadIdx.x % 32;
 #pragma unroll
   for (std::uint32_t i = 0; i < t.kRanksOfLane; ++i) {
@@ -230,19 +230,19 @@ __device__ inline void tell_rows(const Common& k, const PlannedToken<kPlain>& t,
     unit.row[token][nth] = t.at[i];
     unit.rank[token][nth] = rank;
     unit.by_word[token][nth] = t.row[i] >= k.showing_rows;
-    if (!kPlain) unit.next_row[rank] = t.row[i] + 1;
+    if (!kMappedOnly) unit.next_row[rank] = t.row[i] + 1;
   }
   if (lane == 0) unit.ranks[token] = t.ranks;
 }
 
 // Every row of a token gets a thread's pieces of its payload, and from one of the warps its route.
-template <typename Mode, bool kPlain>
+template <typename Mode, bool kMappedOnly>
 __device__ inline void store_token(const DispatchArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t at,
-                                   const Payload<Mode>& payload, const PlannedToken<kPlain>& t) {
+                                   const Payload<Mode>& payload, const PlannedToken<kMappedOnly>& t) {
   const Common& k = a.common;
   std::uint32_t nth = own;
-  visit_in_order<kPlain>(k, t.ranks, [&](std::uint32_t rank) {
-    linger(k, std::uint64_t{step} << 32 | rank << 24 | at);
+  visit_in_order<kMappedOnly>(k, t.ranks, [&](std::uint32_t rank) {
+    fuzz_delay(k, std::uint64_t{step} << 32 | rank << 24 | at);
     char* row = t.row_at(rank);
     payload.store(k, row, k.payload_bytes, at);
     if (at == 0 && nth++ % kSenderWarps == warp_of_block()) write_route(a, step, own, rank, t, row);
@@ -250,15 +250,15 @@ __device__ inline void store_token(const DispatchArguments& a, std::uint32_t ste
 }
 
 // The tokens [first, first + n) of a unit. `early`: what was prepared of the first one.
-template <typename Mode, bool kPlain>
+template <typename Mode, bool kMappedOnly>
 __device__ inline void send_tokens(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t n,
-                                   EarlyLoads<Mode, kPlain>& early, SendShared& s, const std::uint32_t* experts, StoredUnit& unit) {
+                                   EarlyLoads<Mode, kMappedOnly>& early, SendShared& s, const std::uint32_t* experts, StoredUnit& unit) {
   const Common& k = a.common;
-  UnitPlan<kPlain> plan(s.plan);
+  UnitPlan<kMappedOnly> plan(s.plan);
   Payload<Mode>& payload = early.payload;
 #pragma unroll 1
   for (std::uint32_t i = 0; i < n; ++i) {
-    PlannedToken<kPlain> t = early.token;
+    PlannedToken<kMappedOnly> t = early.token;
     if (n > 1) {
       const std::uint32_t lane = threadIdx.x % 32, at = i * k.c.top_k + lane;
       t.choose(k, lane < k.c.top_k ? s.plan.ids[at] : -1, lane < k.c.top_k ? s.plan.weights[at] : 0.0f);
@@ -271,19 +271,19 @@ __device__ inline void send_tokens(const DispatchArguments& a, std::uint32_t ste
       const bool more = at + Payload<Mode>::kBytes < k.payload_bytes, last = !more && i + 1 == n;
       Payload<Mode> next;
       if (!last)
-        next.load(k, a.x + std::uint64_t{token_of<kPlain>(k, first + i + (more ? 0 : 1))} * a.x_stride, k.payload_bytes,
+        next.load(k, a.x + std::uint64_t{token_of<kMappedOnly>(k, first + i + (more ? 0 : 1))} * a.x_stride, k.payload_bytes,
                   more ? at + Payload<Mode>::kBytes : 0);
       if (!payload.shows(k.payload_bytes, at)) unit.looks_blank[i] = true;
-      store_token<Mode, kPlain>(a, step, first + i, at, payload, t);
+      store_token<Mode, kMappedOnly>(a, step, first + i, at, payload, t);
       if (last) break;
       next.prepare(k);
       payload = next;
     }
     if (warp_of_block() != kSenderWarps - 1) continue;
     tell_rows(k, t, i, unit);
-    if (kPlain || a.ids != nullptr) keep_in_plan(a, first + i, t);
+    if (kMappedOnly || a.ids != nullptr) keep_in_plan(a, first + i, t);
   }
-  note(k, Stage::Stored);
+  mark_stage(k, Stage::Stored);
 }
 
 // A thread block's progress.
@@ -301,8 +301,8 @@ __device__ inline void forget_counts(const Common& k, SendShared& s, std::uint32
 }
 
 // Before the senders meet: what they count, and what they have loaded.
-template <typename Mode, bool kPlain>
-__device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t unit, Sending& sending, EarlyLoads<Mode, kPlain>& early,
+template <typename Mode, bool kMappedOnly>
+__device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t unit, Sending& sending, EarlyLoads<Mode, kMappedOnly>& early,
                                     SendShared& s, std::uint32_t* experts) {
   const Common& k = a.common;
   const std::uint32_t tid = threadIdx.x, end = tokens_before(a, unit);
@@ -312,7 +312,7 @@ __device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t un
     sending.counted = 0;
     sync_senders();
   }
-  if (kPlain || a.ids != nullptr) count_tokens<kPlain>(a, sending.counted, end, sending.early, early.counted, s.plan, experts);
+  if (kMappedOnly || a.ids != nullptr) count_tokens<kMappedOnly>(a, sending.counted, end, sending.early, early.counted, s.plan, experts);
   sending.counted = end;
   sending.early = false;
   if (unit < k.living) return;
@@ -325,34 +325,34 @@ __device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t un
 }
 
 // What the senders do once they have met.
-template <typename Mode, bool kPlain>
+template <typename Mode, bool kMappedOnly>
 __device__ inline void send_unit(const DispatchArguments& a, std::uint32_t step, std::uint32_t unit, Sending& sending,
-                                 EarlyLoads<Mode, kPlain>& early, SendShared& s, std::uint32_t* experts) {
+                                 EarlyLoads<Mode, kMappedOnly>& early, SendShared& s, std::uint32_t* experts) {
   const Common& k = a.common;
   if (unit < k.living) {
     const std::uint32_t peer = k.order[unit];
-    if (kPlain || !is_remote(k, peer))
-      send_counts<kPlain>(a, step, peer, s, experts);
-    else if constexpr (!kPlain)
-      if (s.may_send) DispatchExtras<kPlain>::write_header(a, step, peer, s, experts);
-    note(k, Stage::Counted);
+    if (kMappedOnly || !is_remote(k, peer))
+      send_counts<kMappedOnly>(a, step, peer, s, experts);
+    else if constexpr (!kMappedOnly)
+      if (s.may_send) DispatchExtras<kMappedOnly>::write_header(a, step, peer, s, experts);
+    mark_stage(k, Stage::Counted);
     return;
   }
-  if (!kPlain && k.remote != 0 && !s.may_send) return;  // all has failed, and ends; the blocks may still be read
+  if (!kMappedOnly && k.remote != 0 && !s.may_send) return;  // all has failed, and ends; the blocks may still be read
   const std::uint32_t turn = sending.sent++ % 2, first = tokens_before(a, unit), n = min(a.own - first, a.tokens_per_unit);
-  send_tokens<Mode, kPlain>(a, step, first, n, early, s, experts, s.units[turn]);
+  send_tokens<Mode, kMappedOnly>(a, step, first, n, early, s, experts, s.units[turn]);
   if (std::is_same_v<Mode, AsIs> && a.scales != nullptr) {
     sync_senders();
     write_given_scales(a, first, n, s.units[turn]);
   }
-  note(k, Stage::Routed);
+  mark_stage(k, Stage::Routed);
   signal(kStored + turn);
 }
 
 // The units of a share: what this thread block's senders do together.
-template <typename Mode, bool kPlain>
+template <typename Mode, bool kMappedOnly>
 __device__ inline void send_share(const DispatchArguments& a, std::uint32_t step, std::uint32_t share, Sending& sending,
-                                  EarlyLoads<Mode, kPlain>& early, SendShared& s, std::uint32_t* experts) {
+                                  EarlyLoads<Mode, kMappedOnly>& early, SendShared& s, std::uint32_t* experts) {
   const Common& k = a.common;
   for (std::uint32_t unit = share; unit < a.units; unit += gridDim.x) {
     prepare_unit(a, unit, sending, early, s, experts);
@@ -366,8 +366,8 @@ __device__ inline void send_share(const DispatchArguments& a, std::uint32_t step
       *a.received.step = step;  // the step's other phases read it there
       take_set(k, step);
     }
-    note(k, Stage::RowsPlanned);
-    send_unit<Mode, kPlain>(a, step, unit, sending, early, s, experts);
+    mark_stage(k, Stage::RowsPlanned);
+    send_unit<Mode, kMappedOnly>(a, step, unit, sending, early, s, experts);
     if (unit + gridDim.x >= a.units) return;
     early.load_unit(a, unit + gridDim.x);
     sync_senders();
@@ -375,8 +375,8 @@ __device__ inline void send_share(const DispatchArguments& a, std::uint32_t step
 }
 
 // The senders' part of a launch.
-template <typename Mode, bool kPlain>
-__device__ inline void send_dispatch(const DispatchArguments& a, EarlyLoads<Mode, kPlain>& early, SendShared& s, std::uint32_t* experts) {
+template <typename Mode, bool kMappedOnly>
+__device__ inline void send_dispatch(const DispatchArguments& a, EarlyLoads<Mode, kMappedOnly>& early, SendShared& s, std::uint32_t* experts) {
   const Common& k = a.common;
   const std::uint32_t step = s.step, shares = min(gridDim.x, a.units);
   if (threadIdx.x < k.c.world)
@@ -384,7 +384,7 @@ __device__ inline void send_dispatch(const DispatchArguments& a, EarlyLoads<Mode
   Sending sending;
   std::uint32_t share = blockIdx.x;
   while (share != kNone) {
-    send_share<Mode, kPlain>(a, step, share, sending, early, s, experts);
+    send_share<Mode, kMappedOnly>(a, step, share, sending, early, s, experts);
     if (!sending.claimed) await(kClaimed);
     sending.claimed = true;
     if (!s.taken) break;
@@ -405,11 +405,11 @@ __device__ inline void send_dispatch(const DispatchArguments& a, EarlyLoads<Mode
 }
 
 // The publisher's part. The senders have stored, and arrived at a barrier: one release covers what all of them wrote.
-template <bool kPlain>
+template <bool kMappedOnly>
 __device__ inline void publish_dispatch(const DispatchArguments& a, SendShared& s) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
-  claim_own<kPlain>(a, s);
+  claim_own<kMappedOnly>(a, s);
   __syncwarp();
   signal(kClaimed);
   for (std::uint32_t n = 0;; ++n) {
@@ -417,17 +417,17 @@ __device__ inline void publish_dispatch(const DispatchArguments& a, SendShared& 
     await(kStored + turn);
     const StoredUnit& unit = s.units[turn];
     if (unit.ended) return;
-    if constexpr (!kPlain)
-      if (k.remote != 0) DispatchExtras<kPlain>::count_remote_rows(a, s.step, unit);
+    if constexpr (!kMappedOnly)
+      if (k.remote != 0) DispatchExtras<kMappedOnly>::count_remote_rows(a, s.step, unit);
     bool any = false;
     for (std::uint32_t i = lane; i < kMostChoicesOfUnit; i += 32) {
       const std::uint32_t token = i / kMaxTopK, nth = i % kMaxTopK;
       if (nth >= unit.rows(token) || (!unit.by_word[token][nth] && !unit.looks_blank[token])) continue;
-      if (!kPlain && is_remote(k, unit.rank[token][nth])) continue;
+      if (!kMappedOnly && is_remote(k, unit.rank[token][nth])) continue;
       publish(k, unit.row[token][nth] + k.dispatch.arrival_at, arrival_word(k.generation, s.step));
       any = true;
     }
-    if (__any_sync(~0u, any)) note(k, Stage::Published);
+    if (__any_sync(~0u, any)) mark_stage(k, Stage::Published);
     signal(kPublished + turn);
   }
 }

@@ -6,9 +6,9 @@ namespace pplx::cuda {
 namespace decode {
 namespace {
 
-template <typename Mode, bool kPlain, bool kHooks>
+template <typename Mode, bool kMappedOnly, bool kHooks>
 __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_constant__ DispatchArguments a) {
-  run_dispatch<Mode, kPlain, kHooks>(a);
+  run_dispatch<Mode, kMappedOnly, kHooks>(a);
 }
 
 }  // namespace

@@ -19,7 +19,7 @@ __device__ inline bool await_raised(const AwaitedExperts& a, const std::uint32_t
   std::uint64_t begun = first;
   for (std::uint32_t i = 1; !is_raised(load_acquire_here(word)); ++i) {
     if (i % 256 != 0) continue;
-    const Verdict verdict = ask(k, word, i / 256, first, begun, Phase::DispatchRecv, *a.step, k.c.rank, 0);
+    const Verdict verdict = poll_failure(k, word, i / 256, first, begun, Phase::DispatchRecv, *a.step, k.c.rank, 0);
     if (verdict == Verdict::Failed) return false;
     if (verdict == Verdict::Busy) begun = nanoseconds();
   }

@@ -12,7 +12,7 @@ __device__ inline void count_placed(const DispatchArguments& a, std::uint32_t pl
   const bool mine = place != kNone && (c.layout != LayoutKind::Compact || threadIdx.x % 32 == 0);
   __syncwarp();
   if (!mine) return;
-  linger(a.common, place);
+  fuzz_delay(a.common, place);
   add_in_order(a.hooks.arrived + hook_word_of(c, place), units);
 }
 
@@ -28,7 +28,7 @@ template <typename Rows>
 __device__ inline void raise_planned(const DispatchArguments& a, const Rows& rows_of) {
   __syncwarp();
   for (std::uint32_t word = threadIdx.x % 32; word < a.hooks.words; word += 32) {
-    linger(a.common, word);
+    fuzz_delay(a.common, word);
     add_in_order(a.hooks.arrived + word, kRaised - a.hooks.row_units * rows_of(word));
   }
   __syncwarp();

@@ -47,7 +47,7 @@ template <typename T, int kVectors>
 __device__ inline void give_strip(const Common& k, std::uint32_t step, std::uint32_t own, const Sums<T, kVectors>& sums,
                                    std::uint32_t begin, std::uint32_t end) {
   for (std::uint32_t i = 1; i < k.slice.of; ++i) {
-    linger(k, std::uint64_t{step} << 32 | i << 24 | begin);
+    fuzz_delay(k, std::uint64_t{step} << 32 | i << 24 | begin);
     sums.give(slice_block(k, step, member(k, k.slice.number + i), k.c.rank) + k.combine.row_at(own), begin, end);
   }
 }
@@ -63,11 +63,11 @@ __device__ inline void give_tail(const Common& k, std::uint32_t step, std::uint3
   }
 }
 
-// For a warp: a strip of a token that a replica finishes, in the order in which tokens have them. by_strips(unit): unit / strips. ask_how: see
+// For a warp: a strip of a token that a replica finishes, in the order in which tokens have them. by_strips(unit): unit / strips. poll: see
 // await_pieces(). False: it will not come.
 template <int kVectors, typename Divide, typename Ask>
 __device__ inline bool take_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, std::uint32_t strips, const Divide& by_strips,
-                                  const Ask& ask_how) {
+                                  const Ask& poll) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, others = k.slice.of - 1;
   const std::uint32_t nth = by_strips(unit), strip = unit - nth * strips, row = nth / others;
@@ -91,7 +91,7 @@ __device__ inline bool take_strip(const CombineArguments& a, std::uint32_t step,
     }
     return (missing & bits) == 0;
   };
-  if (!await_pieces(k, Phase::CombineRecv, step, [&] { return replica; }, look, ask_how)) return false;
+  if (!await_pieces(k, Phase::CombineRecv, step, [&] { return replica; }, look, poll)) return false;
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     if (begin + j * 512 >= end) continue;

@@ -11,7 +11,7 @@ __device__ inline void tell_of_tokens(const DispatchArguments& a, std::uint32_t 
   char* piece = k.peers[peer] + k.heap.compared_at(k.c, set_of(k.c, step), k.c.rank);
   const auto part = [&](int i) { return static_cast<std::uint32_t>(digest >> 21 * i) & 0x1fffffu; };
   const PackedNumbers p = pack_numbers({a.tokens, part(0), part(1), part(2)});
-  linger(k, digest);
+  fuzz_delay(k, digest);
   store_tagged(k, piece, step, p.words[0], p.words[1], p.words[2]);
 }
 

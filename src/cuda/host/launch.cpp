@@ -108,13 +108,13 @@ PieceArguments Exchange::pieces_of(const Launch& launch) const {
 SentStrips Exchange::sent_strips(const CombineArguments& a) const {
   const std::uint64_t rows = std::uint64_t{a.tokens} * std::min(common_.c.world, common_.c.top_k);
   const SentStrips few(common_.row_bytes, kSentVectorsOfFew);
-  if (is_plain(a) && !common_.heap.in_pieces && sends_few(rows, few.strips, common_.combine_blocks)) return few;
+  if (is_mapped_only(a) && !common_.heap.in_pieces && sends_few(rows, few.strips, common_.combine_blocks)) return few;
   return SentStrips(common_.row_bytes, kSentVectors);
 }
 
 // True if a large combine fetches rows of peers that offer theirs. All ranks decide alike: a peer that offers its rows sends none.
 bool Exchange::fetches(const CombineArguments& a) const {
-  return common_.c.lent != 0 && common_.dead == 0 && is_plain(a) && !common_.heap.in_pieces;
+  return common_.c.lent != 0 && common_.dead == 0 && is_mapped_only(a) && !common_.heap.in_pieces;
 }
 
 // A send half may wait for nobody, so it sends the rounds that have room from the start.
@@ -313,7 +313,7 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& given, const R
   if (by_bulk) ++bulk_combines_;
   a.fetches = by_bulk && fetches(a);
   if (a.fetches && common_.combine_blocks <= kOfferingBlocks && outputs.stride == common_.row_bytes) a.made_at = made_in_heap(outputs.expert_out);
-  a.sums_own = by_bulk && is_plain(a) && a.send && a.recv && !pieces;
+  a.sums_own = by_bulk && is_mapped_only(a) && a.send && a.recv && !pieces;
   if (pieces) cut(a, launch);
   here.follow(stream, a.send);
   check(cuda::launch(choose(common_.c, CombineCall(a, by_bulk)), a, common_.combine_blocks, stream), "launching combine");

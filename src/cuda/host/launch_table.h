@@ -11,28 +11,28 @@ namespace pplx::cuda {
 // The facts that choose a dispatch's kernel, beside the configuration.
 struct DispatchCall {
   bool large = false;
-  bool mapped_only = false;  // is_plain()
+  bool mapped_only = false;  // is_mapped_only()
   bool given_scales = false;
   bool hooks = false;  // the launch raises words of hooks
 
   DispatchCall() = default;
   DispatchCall(const DispatchArguments& a, bool large)
       : large(large),
-        mapped_only(is_plain(a)),
+        mapped_only(is_mapped_only(a)),
         given_scales(a.scales != nullptr),
         hooks(large && !a.common.heap.in_pieces ? a.hooks.planned != nullptr : tells_of_rows(a)) {}
 };
 
 struct CombineCall {
   bool large = false;
-  bool mapped_only = false;  // is_plain()
+  bool mapped_only = false;  // is_mapped_only()
   bool few = false;  // strips of kSentVectorsOfFew
   bool fetches = false, offers = false;  // rows of peers that offer theirs; this rank offers, or sends nothing
 
   CombineCall() = default;
   CombineCall(const CombineArguments& a, bool large)
       : large(large),
-        mapped_only(is_plain(a)),
+        mapped_only(is_mapped_only(a)),
         few(a.sent.vectors == kSentVectorsOfFew),
         fetches(a.fetches),
         offers(a.fetches && (a.made_at != 0 || !a.send)) {}

@@ -16,8 +16,8 @@ __device__ __forceinline__ void run_combine_many(const CombineArguments& a) {
   PPLX_SHARED(CombineManyShared, s);
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
-  note(k, Stage::CombineBegins);
-  Spends::begin();
+  mark_stage(k, Stage::CombineBegins);
+  SpanTimer::begin();
   const std::uint32_t warp = threadIdx.x / 32;
   const bool combines = warp < kCombiners;
   if (combines && threadIdx.x % 32 == 0) s.turns[warp].init();
@@ -34,8 +34,8 @@ __device__ __forceinline__ void run_combine_many(const CombineArguments& a) {
     if (a.recv) receive_all_headers(a, step);
   }
   if (a.recv) close_set(k, step);
-  note(k, Stage::CombineEnds);
-  Spends::end(k);
+  mark_stage(k, Stage::CombineEnds);
+  SpanTimer::end(k);
   stamp(k, Op::Combine, step, begun);
 }
 
@@ -64,8 +64,8 @@ __device__ __forceinline__ void run_combine_plain(const CombineArguments& a) {
   PPLX_SHARED(Shared, s);
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
-  note(k, Stage::CombineBegins);
-  Spends::begin();
+  mark_stage(k, Stage::CombineBegins);
+  SpanTimer::begin();
   const std::uint32_t warp = threadIdx.x / 32;
   if (threadIdx.x == 32 * kLoader) s.turns.init();
   if (threadIdx.x == 32 * kStorer) s.copies.init();
@@ -93,8 +93,8 @@ __device__ __forceinline__ void run_combine_plain(const CombineArguments& a) {
     if (a.recv) receive_all_headers(a, step);
   }
   if (a.recv) close_set(k, step);
-  note(k, Stage::CombineEnds);
-  Spends::end(k);
+  mark_stage(k, Stage::CombineEnds);
+  SpanTimer::end(k);
   stamp(k, Op::Combine, step, begun);
 }
 
@@ -120,8 +120,8 @@ __device__ __forceinline__ void run_combine_sums(const CombineArguments& a) {
   PPLX_SHARED(CombineSumsShared, s);
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
-  note(k, Stage::CombineBegins);
-  Spends::begin();
+  mark_stage(k, Stage::CombineBegins);
+  SpanTimer::begin();
   const std::uint32_t warp = threadIdx.x / 32;
   if (warp == kSendDealer) s.to_send.init(kAddersOfTeam);
   if (warp == kSendDealer) s.dealt[0].init(kAddersOfTeam);
@@ -155,8 +155,8 @@ __device__ __forceinline__ void run_combine_sums(const CombineArguments& a) {
     if (a.recv) SumAdder<T, TeamAdders>(a, step, s.dealt[team], dealt, warp - team * kAddersOfTeam).add_up();
   }
   if (a.recv) close_set(k, step);
-  note(k, Stage::CombineEnds);
-  Spends::end(k);
+  mark_stage(k, Stage::CombineEnds);
+  SpanTimer::end(k);
   stamp(k, Op::Combine, step, begun);
 }
 
@@ -181,8 +181,8 @@ __device__ __forceinline__ void run_combine_fetched(const CombineArguments& a) {
   PPLX_SHARED(CombineFetchedShared, s);
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
-  note(k, Stage::CombineBegins);
-  Spends::begin();
+  mark_stage(k, Stage::CombineBegins);
+  SpanTimer::begin();
   const std::uint32_t warp = threadIdx.x / 32;
   const bool dealer = warp >= kFetchingAdders && warp < kOfferer;
   const std::uint32_t team = dealer ? warp - kFetchingAdders : warp / kAddersOfFetchingTeam;
@@ -206,8 +206,8 @@ __device__ __forceinline__ void run_combine_fetched(const CombineArguments& a) {
     if (a.recv) SumAdder<T, FetchingAdders>(a, step, s.dealt[team], dealt, warp % kAddersOfFetchingTeam).add_up();
   }
   if (a.recv) close_set(k, step);
-  note(k, Stage::CombineEnds);
-  Spends::end(k);
+  mark_stage(k, Stage::CombineEnds);
+  SpanTimer::end(k);
   stamp(k, Op::Combine, step, begun);
 }
 

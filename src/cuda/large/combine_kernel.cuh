@@ -20,7 +20,7 @@ __device__ inline void begin_to_send(const CombineArguments& a, std::uint32_t st
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   if (lane == 0) s.mine = take_share(k, Op::Combine, blockIdx.x, step);
-  s.claimed.open();
+  s.claimed.set();
   for (std::uint32_t begin = kRemote ? remote_peers(k) : 0; begin < k.living; begin += 32) {
     const bool mine = begin + lane < k.living && take_share(k, Op::Weights, kMaxPeers + begin + lane, step);
     for (std::uint32_t bits = __ballot_sync(~0u, mine); bits != 0; bits &= bits - 1)

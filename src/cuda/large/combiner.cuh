@@ -20,8 +20,8 @@ struct CombinerTurns {
 
   // By one thread, before the block meets for the first time.
   __device__ void init() {
-    for (std::uint64_t& turns : loaded) turns_init(&turns, 1);
-    for (std::uint64_t& turns : copied) turns_init(&turns, 1);
+    for (std::uint64_t& turns : loaded) mbarrier_init(&turns, 1);
+    for (std::uint64_t& turns : copied) mbarrier_init(&turns, 1);
   }
 };
 
@@ -35,7 +35,7 @@ class ArrivingTiles {
   __device__ void ask(const char* from, std::uint32_t bytes) {
     if (threadIdx.x % 32 == 0) {
       std::uint64_t* const turns = loaded_ + asked_ % kSumTiles;
-      turns_expect(turns, bytes);
+      mbarrier_expect(turns, bytes);
       bulk_load(memory_ + asked_ % kSumTiles * kSumTileBytes, from, bytes, turns);
     }
     ++asked_;
@@ -118,8 +118,8 @@ __device__ inline void make_blank_again(const Common& k, char* row, std::uint32_
   }
 }
 
-// kPlain: no tails, and no weights of combine's own. kPieces: in rounds. All rows of those who send in pieces have words.
-template <typename T, bool kPlain, bool kPieces = false>
+// kMappedOnly: no tails, and no weights of combine's own. kPieces: in rounds. All rows of those who send in pieces have words.
+template <typename T, bool kMappedOnly, bool kPieces = false>
 class ManyCombiner {
   static constexpr int kVectors = kVectorsOfTile;
   using TileSums = Sums<T, kVectors>;
@@ -131,8 +131,8 @@ class ManyCombiner {
 
   // The block's own share of the runs of rows, and for the first warp those that nobody has begun. senders: of the block, the first warps.
   __device__ void send(std::uint32_t senders) {
-    const Spends all(k_, Span::SendingSums);
-    if (!kPlain && a_.uses_weights) send_all_weights(a_, step_, threadIdx.x / 32, senders);
+    const SpanTimer all(k_, Span::SendingSums);
+    if (!kMappedOnly && a_.uses_weights) send_all_weights(a_, step_, threadIdx.x / 32, senders);
     const std::uint32_t together = told_together(s_.rows_begin[k_.c.world], gridDim.x * senders);
     const RowRuns runs(k_, s_.rows_begin, k_.living - (a_.sums_own ? 1 : 0), together);
     std::uint32_t nth = 0;
@@ -175,13 +175,13 @@ class ManyCombiner {
 
   // rows: of this warp. Claims units in the order of rounds, as receive_rounds() does.
   __device__ void send_rounds(std::uint32_t senders, RoundRows& rows) {
-    const Spends all(k_, Span::SendingSums);
+    const SpanTimer all(k_, Span::SendingSums);
     const PieceArguments& p = a_.pieces;
-    if (!kPlain && a_.uses_weights && p.begins) send_all_weights(a_, step_, threadIdx.x / 32, senders);
+    if (!kMappedOnly && a_.uses_weights && p.begins) send_all_weights(a_, step_, threadIdx.x / 32, senders);
     Rounds rounds(k_, p, step_, s_.rows_begin, Phase::CombineSend, told_together(s_.rows_begin[k_.c.world], gridDim.x * senders), 1, rows);
     bool good = rounds.open(p.begin, p.end);
     for (RoundRun run; good && rounds.find(claim(k_, p, step_, claim_of_sums(p)), run);) {
-      const bool header = !kPlain && run.is_header;
+      const bool header = !kMappedOnly && run.is_header;
       if (header ? !has_header(p, run) : run.rows == 0) continue;
       good = make_room(run);
       if (!good) continue;
@@ -195,7 +195,7 @@ class ManyCombiner {
 
   // False: something failed.
   __device__ bool receive_rounds() {
-    const Spends all(k_, Span::ReceivingSums);
+    const SpanTimer all(k_, Span::ReceivingSums);
     const std::uint32_t of_round = a_.pieces.tokens, rounds = (a_.own + of_round - 1) / of_round;
     for (;;) {
       const std::uint32_t token = claim(k_, a_.pieces, step_, Claim::CombineRecv), round = token / of_round;
@@ -208,17 +208,17 @@ class ManyCombiner {
   // Behind all rounds: what replicas finish, who wait for this rank's rows as it waits for theirs. They may wait for somebody themselves, whom they
   // should blame first.
   __device__ void take_from_replicas() {
-    const Spends all(k_, Span::ReceivingSums);
+    const SpanTimer all(k_, Span::ReceivingSums);
     const std::uint32_t strips = (k_.row_bytes + kSumTileBytes - 1) / kSumTileBytes, units = (a_.tokens - a_.own) * strips;
-    const auto ask_how = [&](std::uint32_t turn, std::uint64_t first, std::uint64_t begun, std::uint32_t peer) {
+    const auto poll = [&](std::uint32_t turn, std::uint64_t first, std::uint64_t begun, std::uint32_t peer) {
       return ask_for_round(k_, turn, first, begun, Phase::CombineRecv, step_, peer, arrival_word(k_.generation, step_), false, 2);
     };
     for (std::uint32_t unit = threadIdx.x / 32 * gridDim.x + blockIdx.x; unit < units; unit += kCombiners * gridDim.x)
-      if (!take_strip<kVectors>(a_, step_, unit, strips, [&](std::uint32_t n) { return n / strips; }, ask_how)) return;
+      if (!take_strip<kVectors>(a_, step_, unit, strips, [&](std::uint32_t n) { return n / strips; }, poll)) return;
   }
 
   __device__ void receive() {
-    const Spends all(k_, Span::ReceivingSums);
+    const SpanTimer all(k_, Span::ReceivingSums);
     for (std::uint32_t nth = 0;;) {
       if (threadIdx.x % 32 == 0) nth = atomicAdd(&s_.received, 1u);
       nth = __shfl_sync(~0u, nth, 0);
@@ -235,7 +235,7 @@ class ManyCombiner {
   // Peers read what has been told of alone, so nothing is left untold while this waits for them.
   __device__ bool make_room(const RoundRun& run) {
     const PieceArguments& p = a_.pieces;
-    if (run.round < kPlaces) return kPlain || !is_remote(k_, run.source) || await_room_for_sums(k_, p, step_, run.source, run.round);
+    if (run.round < kPlaces) return kMappedOnly || !is_remote(k_, run.source) || await_room_for_sums(k_, p, step_, run.source, run.round);
     const bool good = threadIdx.x % 32 != 0 || has_room(k_, p, step_, Op::Combine, run.source, run.round);
     if (!all_of_warp(good)) {
       tell();
@@ -247,7 +247,7 @@ class ManyCombiner {
 
   __device__ void send_run_of_round(const RoundRun& run) {
     word_ = word_of_round(k_, step_, run.round);
-    const bool remote = !kPlain && is_remote(k_, run.source);
+    const bool remote = !kMappedOnly && is_remote(k_, run.source);
     piece_at_ = remote && run.in_pieces ? k_.heap.piece_at(Op::Combine, run.round) : 0;
     send_rows({run.source, run.first, run.rows}, run.slot_row, run.in_pieces || remote);
   }
@@ -255,24 +255,24 @@ class ManyCombiner {
   // first: of the slot's rows.
   __device__ void send_rows(const RowRun& run, std::uint32_t first, bool by_word) {
     char* rows = block_for(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(first);
-    if constexpr (kPieces && !kPlain) rows += piece_at_;
-    if (by_word && compact() && (kPlain || (!a_.uses_weights && !a_.has_tail)) && copy_run(run, rows)) {
+    if constexpr (kPieces && !kMappedOnly) rows += piece_at_;
+    if (by_word && compact() && (kMappedOnly || (!a_.uses_weights && !a_.has_tail)) && copy_run(run, rows)) {
       tell_of_last_run(0);
       remember(run, rows);
       return;
     }
     use_memory_for(false);
     Places places;
-    places.load<kPlain>(a_, s_.rows_begin[run.source] + run.first);
+    places.load<kMappedOnly>(a_, s_.rows_begin[run.source] + run.first);
     for (std::uint32_t i = 0; i < run.rows; ++i) {
       places.check(a_);
-      if (!kPlain && a_.uses_weights && !sent_weight(a_, step_, run.source, run.first + i, places.weight)) return;
+      if (!kMappedOnly && a_.uses_weights && !sent_weight(a_, step_, run.source, run.first + i, places.weight)) return;
       const Inputs inputs = inputs_of(a_, places);
       char* const row = rows + std::uint64_t{i} * k_.combine.row_bytes;
-      if (!kPlain && a_.has_tail) write_tail(a_, places.choices, places.place, row + k_.combine.tail_at);
-      if (i + 1 < run.rows) places.load<kPlain>(a_, s_.rows_begin[run.source] + run.first + i + 1);
+      if (!kMappedOnly && a_.has_tail) write_tail(a_, places.choices, places.place, row + k_.combine.tail_at);
+      if (i + 1 < run.rows) places.load<kMappedOnly>(a_, s_.rows_begin[run.source] + run.first + i + 1);
       send_row(inputs, row, by_word);
-      if (kPlain || !a_.has_tail || by_word) continue;
+      if (kMappedOnly || !a_.has_tail || by_word) continue;
       __syncwarp();
       if (threadIdx.x % 32 == 0) publish(k_, row + k_.combine.arrival_at, arrival_word(k_.generation, step_));  // a tail is any bits
     }
@@ -285,7 +285,7 @@ class ManyCombiner {
     told_ = rows;
     to_tell_ = run.rows;
     if (kPieces) told_word_ = word_;
-    if (kPieces && !kPlain) told_source_ = run.source;
+    if (kPieces && !kMappedOnly) told_source_ = run.source;
   }
 
   // Tiles and copies share the memory: who changes from one to the other waits until all stores from it are done.
@@ -311,7 +311,7 @@ class ManyCombiner {
       const std::uint32_t at = (copied_ + asked) % kCopies;
       const char* const from = of_lane(of_lane_row, static_cast<int>(row_asked)) + part_asked * kCopyBytes;
       if (lane == 0) {
-        turns_expect(turns_.copied + at, bytes_of(part_asked));
+        mbarrier_expect(turns_.copied + at, bytes_of(part_asked));
         bulk_load(memory_ + at * kCopyBytes, from, bytes_of(part_asked), turns_.copied + at);
       }
       ++asked;
@@ -322,11 +322,11 @@ class ManyCombiner {
       for (std::uint32_t part = 0; part < parts; ++part, ++done) {
         const std::uint32_t at = (copied_ + done) % kCopies;
         {
-          const Spends waits(k_, Span::AwaitingInputs);
+          const SpanTimer waits(k_, Span::AwaitingInputs);
           await_turn(turns_.copied + at, (copied_ + done) / kCopies);
         }
-        linger(k_, std::uint64_t{step_} << 32 | part);
-        const Spends stores(k_, Span::StoringSums);
+        fuzz_delay(k_, std::uint64_t{step_} << 32 | part);
+        const SpanTimer stores(k_, Span::StoringSums);
         if (lane == 0) {
           bulk_store(rows + std::uint64_t{row} * k_.combine.row_bytes + part * kCopyBytes, memory_ + at * kCopyBytes, bytes_of(part));
           bulk_end_group();
@@ -347,7 +347,7 @@ class ManyCombiner {
       TileSums sums;
       if (compact() && inputs.n != 0) sums.start(-0.0f);  // only copied: keeps its sign of zero
       for (std::uint32_t i = 0; i < inputs.n; ++i) add(cursor, inputs, i, bytes, sums);
-      linger(k_, std::uint64_t{step_} << 32 | at);
+      fuzz_delay(k_, std::uint64_t{step_} << 32 | at);
       if (by_word)
         store_by_bulk(sums, row + at, bytes);
       else
@@ -357,20 +357,20 @@ class ManyCombiner {
 
   __device__ void take(InputCursor& cursor, std::uint32_t bytes, uint4 (&v)[kVectors]) {
     cursor.ask(tiles_);
-    const Spends waits(k_, Span::AwaitingInputs);
+    const SpanTimer waits(k_, Span::AwaitingInputs);
     tiles_.take(bytes, v);
   }
   // One whose weight is 1.
   __device__ void add(InputCursor& cursor, std::uint32_t bytes, TileSums& sums) {
     uint4 v[kVectors];
     take(cursor, bytes, v);
-    const Spends adds(k_, Span::AddingUp);
+    const SpanTimer adds(k_, Span::AddingUp);
     sums.add_row(v);
   }
   __device__ void add(InputCursor& cursor, const Inputs& inputs, std::uint32_t nth, std::uint32_t bytes, TileSums& sums) {
     uint4 v[kVectors];
     take(cursor, bytes, v);
-    const Spends adds(k_, Span::AddingUp);
+    const SpanTimer adds(k_, Span::AddingUp);
     sums.add_row(v, __shfl_sync(~0u, inputs.weight, static_cast<int>(nth)));
   }
 
@@ -378,11 +378,11 @@ class ManyCombiner {
   __device__ void store_by_bulk(const TileSums& sums, char* to, std::uint32_t bytes) {
     char* const from = memory_ + (kSumTiles + stored_++ % kSumTilesOut) * kSumTileBytes;
     {
-      const Spends waits(k_, Span::AwaitingPlaceOfSum);
+      const SpanTimer waits(k_, Span::AwaitingPlaceOfSum);
       if (threadIdx.x % 32 == 0) bulk_await_stored<kSumTilesOut - 1>();
       __syncwarp();
     }
-    const Spends stores(k_, Span::StoringSums);
+    const SpanTimer stores(k_, Span::StoringSums);
     sums.store(from, threadIdx.x % 32 * 16, bytes);
     fence_shared_copies();
     __syncwarp();
@@ -394,7 +394,7 @@ class ManyCombiner {
   // Of the run before this one, which has stored so many tiles: it has had its time to arrive.
   __device__ void tell_of_last_run(std::uint32_t tiles) {
     if (to_tell_ == 0) return;
-    const Spends tells(k_, Span::TellingOfSums);
+    const SpanTimer tells(k_, Span::TellingOfSums);
     if (threadIdx.x % 32 == 0) {
       if (tiles >= kSumTilesOut)
         bulk_await_stored<kSumTilesOut>();
@@ -410,7 +410,7 @@ class ManyCombiner {
     __syncwarp();
   }
   __device__ void raise_words() {
-    if constexpr (kPieces && !kPlain)
+    if constexpr (kPieces && !kMappedOnly)
       if (is_remote(k_, told_source_)) {
         const std::uint32_t round = static_cast<std::uint32_t>(told_word_ >> 32 & 0xffffu) - 1;
         fence_system();
@@ -420,7 +420,7 @@ class ManyCombiner {
     __syncwarp();
     if (threadIdx.x % 32 >= to_tell_) return;
     fence_system();
-    linger(k_, step_);
+    fuzz_delay(k_, step_);
     store_relaxed(told_ + std::uint64_t{threadIdx.x % 32} * k_.combine.row_bytes + k_.combine.arrival_at,
                   kPieces ? told_word_ : arrival_word(k_.generation, step_));
   }
@@ -439,7 +439,7 @@ class ManyCombiner {
       const std::uint32_t nth = (entry & 0xfffffu) - before;
       slot_row = round % kPlaces * a_.pieces.tokens + nth;
       row = own_slot(k_, set_of(k_.c, step_), Op::Combine, rank);
-      if (!kPlain && is_remote(k_, rank)) {
+      if (!kMappedOnly && is_remote(k_, rank)) {
         row += k_.heap.piece_at(Op::Combine, round) + k_.combine.row_at(nth);
         slot_row = kNone;  // nor is it made blank again
       } else {
@@ -447,23 +447,23 @@ class ManyCombiner {
       }
     }
     {
-      const Spends waits(k_, Span::AwaitingSums);
+      const SpanTimer waits(k_, Span::AwaitingSums);
       bool good = true;
-      if (!kPlain && entry != kNone && is_remote(k_, rank))
+      if (!kMappedOnly && entry != kNone && is_remote(k_, rank))
         good = piece_has_come(k_, a_.pieces, Phase::CombineRecv, step_, Op::Combine, rank, round);
       else if (entry != kNone)
         good = row_has_come(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank, round);
       if (!all_of_warp(good)) return false;
     }
-    note(k_, Stage::Came);
+    mark_stage(k_, Stage::Came);
     fence_copies();
     const auto give = [&](const TileSums& sums, std::uint32_t begin, std::uint32_t end) {
-      if constexpr (!kPlain) give_strip(k_, step_, token, sums, begin, end);
+      if constexpr (!kMappedOnly) give_strip(k_, step_, token, sums, begin, end);
     };
-    add_up(kPlain ? token : k_.slice.token(token), n, row, give);
+    add_up(kMappedOnly ? token : k_.slice.token(token), n, row, give);
     make_blank_again(k_, row, __ballot_sync(~0u, entry != kNone && slot_row < k_.word_rows));
-    note(k_, Stage::Added);
-    if (!kPlain && a_.has_tail) take_tail<true>(a_, step_, token, n, row, rank);
+    mark_stage(k_, Stage::Added);
+    if (!kMappedOnly && a_.has_tail) take_tail<true>(a_, step_, token, n, row, rank);
     return true;
   }
 
@@ -475,14 +475,14 @@ class ManyCombiner {
     char* row = nullptr;
     if (entry != kNone) row = own_slot(k_, set_of(k_.c, step_), Op::Combine, rank) + k_.combine.row_at(entry & 0xfffffu);
     {
-      const Spends waits(k_, Span::AwaitingSums);
+      const SpanTimer waits(k_, Span::AwaitingSums);
       if (!all_of_warp(entry == kNone || wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank))) return false;
     }
-    note(k_, Stage::Came);
+    mark_stage(k_, Stage::Came);
     fence_copies();
     add_up(token, n, row, [](const TileSums&, std::uint32_t, std::uint32_t) {});
     make_blank_again(k_, row, __ballot_sync(~0u, entry != kNone && (entry & 0xfffffu) < k_.word_rows));
-    note(k_, Stage::Added);
+    mark_stage(k_, Stage::Added);
     return !a_.has_tail || read_tail<false>(a_, step_, token, n, row, rank);
   }
 

@@ -33,10 +33,10 @@ struct CopyRings {
 
   // By one thread, before the block meets for the first time.
   __device__ void init() {
-    for (std::uint64_t& turns : loaded) turns_init(&turns, 1);
-    for (std::uint64_t& turns : read) turns_init(&turns, 1);
-    for (std::uint64_t& turns : there) turns_init(&turns, 1);
-    for (std::uint64_t& turns : told) turns_init(&turns, 1);
+    for (std::uint64_t& turns : loaded) mbarrier_init(&turns, 1);
+    for (std::uint64_t& turns : read) mbarrier_init(&turns, 1);
+    for (std::uint64_t& turns : there) mbarrier_init(&turns, 1);
+    for (std::uint64_t& turns : told) mbarrier_init(&turns, 1);
   }
 };
 
@@ -60,7 +60,7 @@ class CopyLoader {
 
   // The block's own share of the runs, once it is known whether it has one, and those that nobody has begun.
   __device__ void load() {
-    const Spends all(k_, Span::SendingSums);
+    const SpanTimer all(k_, Span::SendingSums);
     const RowRuns runs(k_, s_.rows_begin, k_.living - (a_.sums_own ? 1 : 0), told_together(s_.rows_begin[k_.c.world], gridDim.x));
     s_.claimed.wait();
     if (s_.mine) load_share(runs, blockIdx.x);
@@ -70,7 +70,7 @@ class CopyLoader {
     if (threadIdx.x % 32 != 0) return;
     await_place();
     rings_.parts[place_.at] = {};
-    turns_arrive(rings_.loaded + place_.at);
+    mbarrier_arrive(rings_.loaded + place_.at);
   }
 
  private:
@@ -114,18 +114,18 @@ class CopyLoader {
   }
 
   __device__ void ask(const char* from, const CopiedPart& part) {
-    linger(k_, std::uint64_t{step_} << 32 | place_.at);
+    fuzz_delay(k_, std::uint64_t{step_} << 32 | place_.at);
     if (threadIdx.x % 32 == 0) {
       await_place();
       rings_.parts[place_.at] = part;
-      turns_expect(rings_.loaded + place_.at, part.bytes);
+      mbarrier_expect(rings_.loaded + place_.at, part.bytes);
       bulk_load(ring_ + place_.at * kCopyBytes, from, part.bytes, rings_.loaded + place_.at);
     }
     __syncwarp();
     place_.next();
   }
   __device__ void await_place() const {
-    const Spends waits(k_, Span::AwaitingPlaceOfSum);
+    const SpanTimer waits(k_, Span::AwaitingPlaceOfSum);
     if (place_.turn != 0) await_turn(rings_.read + place_.at, place_.turn - 1);
   }
 
@@ -146,28 +146,28 @@ class CopyStorer {
       : k_(a.common), rings_(rings), ring_(ring), under_way_(a.recv ? senders_of(gridDim.x, min(kCopyBytes, k_.row_bytes), kMostUnderWay) : kMostUnderWay) {}
 
   __device__ void store() {
-    const Spends all(k_, Span::SendingSums);
+    const SpanTimer all(k_, Span::SendingSums);
     for (;; place_.next()) {
       {
-        const Spends waits(k_, Span::AwaitingInputs);
+        const SpanTimer waits(k_, Span::AwaitingInputs);
         await_turn(rings_.loaded + place_.at, place_.turn);
       }
       const CopiedPart part = rings_.parts[place_.at];
       if (part.to == nullptr) break;
-      const Spends stores(k_, Span::StoringSums);
+      const SpanTimer stores(k_, Span::StoringSums);
       tell_of(await_all_but(under_way_ - 1));
-      linger(k_, sent_);
+      fuzz_delay(k_, sent_);
       if (threadIdx.x % 32 == 0) {
         bulk_store(part.to, ring_ + place_.at * kCopyBytes, part.bytes);
         bulk_end_group();
         bulk_await_read<1>();
-        if (sent_ != 0) turns_arrive(rings_.read + last_);
+        if (sent_ != 0) mbarrier_arrive(rings_.read + last_);
       }
       __syncwarp();
       last_ = place_.at;
       ++sent_;
       if (part.run != nullptr) end_run(part.run, part.rows);
-      note(k_, Stage::Sent);
+      mark_stage(k_, Stage::Sent);
     }
     if (threadIdx.x % 32 == 0) bulk_await_stored<0>();
     tell_of(sent_);
@@ -213,7 +213,7 @@ class CopyStorer {
   __device__ void tell_of(std::uint32_t parts) {
     for (; told_ != runs_ && rings_.runs[told_ % kCopiedRuns].parts <= parts; ++told_) {
       __syncwarp();
-      if (threadIdx.x % 32 == 0) turns_arrive(rings_.there + told_ % kCopiedRuns);
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(rings_.there + told_ % kCopiedRuns);
     }
   }
 
@@ -233,14 +233,14 @@ __device__ inline void tell_of_copies(const Common& k, std::uint32_t step, CopyR
     await_turn(rings.there + n % kCopiedRuns, n / kCopiedRuns);
     const CopiedRun run = rings.runs[n % kCopiedRuns];
     if (run.rows == nullptr) return;
-    const Spends tells(k, Span::TellingOfSums);
+    const SpanTimer tells(k, Span::TellingOfSums);
     if (lane < run.n) {
       fence_system();
-      linger(k, std::uint64_t{step} << 32 | n);
+      fuzz_delay(k, std::uint64_t{step} << 32 | n);
       store_relaxed(run.rows + std::uint64_t{lane} * k.combine.row_bytes + k.combine.arrival_at, arrival_word(k.generation, step));
     }
     __syncwarp();
-    if (lane == 0) turns_arrive(rings.told + n % kCopiedRuns);
+    if (lane == 0) mbarrier_arrive(rings.told + n % kCopiedRuns);
   }
 }
 

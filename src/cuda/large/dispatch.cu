@@ -26,12 +26,12 @@ struct FirstChunk {
 // A worker's part of counting, and of adding up what comes before the block's first chunk.
 __device__ inline void count_chunks(const DispatchArguments& a, ManyPlan& s, std::uint32_t first, std::uint32_t* sums, char* memory) {
   {
-    const Spends spends(a.common, Span::Counting);
+    const SpanTimer spends(a.common, Span::Counting);
     for (std::uint32_t c = first; c < a.chunks; c += kWorkers * gridDim.x)
       if (take_chunk(a, s.step, c)) count_chunk(a, s.step, c, memory, c == first);
   }
   if (s.first_chunk >= a.chunks) return;
-  const Spends spends(a.common, Span::Summing);
+  const SpanTimer spends(a.common, Span::Summing);
   sum_chunks_before(a, s.step, 0, s.first_chunk, sums, memory);
 }
 
@@ -48,7 +48,7 @@ struct DispatchShared {
   ReceiveShared receive;
   CarriedRuns runs;
   char* rows_at[kMaxPeers];  // where this rank's rows begin at each peer
-  Gate sent;  // all that this thread block sends
+  Once sent;  // all that this thread block sends
   bool last;  // thread block to leave
   SendRings rings;
 };
@@ -77,7 +77,7 @@ __device__ inline void send_dealt(const DispatchArguments& a, DispatchShared& s,
     LoadedChunk loaded;
     if (a.ids != nullptr) loaded.load(a, ChunkChoices(a, s.plan.first_chunk));
     barrier_sync<kAmongPlanners, kPlanners>();
-    const Spends plans(k, Span::Planning);
+    const SpanTimer plans(k, Span::Planning);
     if (numbers_rows(a))
       number_chunks(a, s.plan, loaded, sums, launched + at.counts);
     else
@@ -94,7 +94,7 @@ __device__ inline void send_dealt(const DispatchArguments& a, DispatchShared& s,
     else
       first.keep(a, counting);
     {
-      const Spends waits(k, Span::AwaitingClaims);
+      const SpanTimer waits(k, Span::AwaitingClaims);
       s.plan.claimed.wait();
     }
     if (!s.plan.taken) {
@@ -118,7 +118,7 @@ __device__ inline void send_dealt(const DispatchArguments& a, DispatchShared& s,
     if (s.plan.taken) count_choices(a, s.plan.step, launched + at.placer);
   }
   if ((warp == kTeller || is_storer(warp)) && s.plan.taken) tell_of_rows(k, s.plan.step, s.rings);
-  if (warp == kTeller) s.sent.open();
+  if (warp == kTeller) s.sent.set();
 }
 
 // Whether some thread blocks send, and the others receive from the start.
@@ -144,13 +144,13 @@ __device__ __forceinline__ void run_dispatch_dealt(const DispatchArguments& a) {
   PPLX_SHARED(DispatchShared, s);
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
-  note(k, Stage::DispatchBegins);
-  Spends::begin();
+  mark_stage(k, Stage::DispatchBegins);
+  SpanTimer::begin();
   char* const launched = reinterpret_cast<char*>(words);
   prepare(s, 2);  // the loader and the dealer
   if (threadIdx.x == 0) {
-    s.sent.close();
-    s.runs.known.close();
+    s.sent.init();
+    s.runs.known.init();
   }
   if (threadIdx.x / 32 == kTeller) init_rings<Mode>(k, s.rings);
   for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kDealtThreads) words[i] = 0;
@@ -158,7 +158,7 @@ __device__ __forceinline__ void run_dispatch_dealt(const DispatchArguments& a) {
   std::uint32_t step = 0;
   if (a.send) {
     {
-      const Spends begins(k, Span::Beginning);
+      const SpanTimer begins(k, Span::Beginning);
       if (is_planner()) begin_plan(a, s.plan);
       __syncthreads();
     }
@@ -173,8 +173,8 @@ __device__ __forceinline__ void run_dispatch_dealt(const DispatchArguments& a) {
     if (kHooks) raise_after_failure(a);
   }
   if (a.send) leave_plan(a, s.last);
-  note(k, Stage::DispatchEnds);
-  Spends::end(k);
+  mark_stage(k, Stage::DispatchEnds);
+  SpanTimer::end(k);
   stamp(k, Op::Dispatch, step, begun);
 }
 

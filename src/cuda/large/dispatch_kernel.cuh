@@ -21,17 +21,17 @@ struct ManyMemory {
 template <typename Shared>
 __device__ inline void prepare(Shared& s, std::uint32_t users) {
   if (threadIdx.x == 0) {
-    s.plan.claimed.close();
-    s.receive.rows_known.close();
-    s.receive.placed.close();
+    s.plan.claimed.init();
+    s.receive.rows_known.init();
+    s.receive.placed.init();
     s.receive.next = 0;
   }
   if (threadIdx.x < kMaxPeers) s.receive.choices[threadIdx.x] = 0;
   if (threadIdx.x % 32 == 0 && is_planner())
     for (std::uint32_t i = 0; i < 2; ++i) {
-      turns_init(s.plan.known + i, 1);
-      turns_init(s.plan.planned + i, 1);
-      turns_init(s.plan.used + i, users);
+      mbarrier_init(s.plan.known + i, 1);
+      mbarrier_init(s.plan.planned + i, 1);
+      mbarrier_init(s.plan.used + i, users);
     }
 }
 

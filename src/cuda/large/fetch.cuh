@@ -20,7 +20,7 @@ __device__ inline void begin_to_offer(const CombineArguments& a, std::uint32_t s
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, set = set_of(k.c, step);
   if (lane == 0) s.mine = take_share(k, Op::Combine, blockIdx.x, step);
-  s.claimed.open();
+  s.claimed.set();
   for (std::uint32_t n = lane; n < k.living; n += 32) {
     if (!take_share(k, Op::Weights, kMaxPeers + n, step)) continue;
     const std::uint32_t peer = k.order[n];
@@ -29,7 +29,7 @@ __device__ inline void begin_to_offer(const CombineArguments& a, std::uint32_t s
       flags |= kOffered;
       const std::uint64_t at = a.made_at + std::uint64_t{s.rows_begin[peer]} * k.row_bytes;
       fence_system();  // experts' kernels have written
-      linger(k, at);
+      fuzz_delay(k, at);
       store_tagged(k, k.peers[peer] + k.heap.offer_at(k.c, set, k.c.rank), step, static_cast<std::uint32_t>(at),
                    static_cast<std::uint32_t>(at >> 32), 0);
     }
@@ -41,7 +41,7 @@ __device__ inline void begin_to_offer(const CombineArguments& a, std::uint32_t s
 // By a dealer: where each peer's rows are fetched from, null where they come by themselves. False: something failed.
 __device__ inline bool hear_of_rows(const CombineArguments& a, std::uint32_t step, char** rows_at) {
   const Common& k = a.common;
-  const Spends waits(k, Span::AwaitingSums);
+  const SpanTimer waits(k, Span::AwaitingSums);
   bool good = true;
   for (std::uint32_t n = threadIdx.x % 32; n < k.living; n += 32) {
     const std::uint32_t peer = k.order[n], set = set_of(k.c, step);

@@ -120,20 +120,20 @@ __device__ inline void init_rings(const Common& k, SendRings& s) {
   const std::uint32_t lane = threadIdx.x % 32;
   const SendShape<Mode> shape(k);
   if (lane < kMostTokensIn) {
-    turns_init(s.loaded + lane, 1);
-    turns_init(s.used + lane, shape.kQuantises ? kOfTeam : 1);
+    mbarrier_init(s.loaded + lane, 1);
+    mbarrier_init(s.used + lane, shape.kQuantises ? kOfTeam : 1);
   }
   if (shape.kQuantises && lane < kMostRowsOut) {
-    turns_init(s.quantised + lane, kOfTeam * shape.parts);
-    turns_init(s.stored + lane, 1);
+    mbarrier_init(s.quantised + lane, kOfTeam * shape.parts);
+    mbarrier_init(s.stored + lane, 1);
   }
   if (lane < kBatches) {
-    turns_init(s.dealt + lane, 1);
-    turns_init(s.there + lane, shape.storers);
-    turns_init(s.told + lane, 1);
+    mbarrier_init(s.dealt + lane, 1);
+    mbarrier_init(s.there + lane, shape.storers);
+    mbarrier_init(s.told + lane, 1);
   }
   if (lane != 0) return;
-  s.kept.known.close();
+  s.kept.known.init();
   s.kept.rows = s.kept.next = 0;
   s.parts = kNone;
   s.next_told = 0;
@@ -164,7 +164,7 @@ class TokenLoader {
       if (threadIdx.x % 32 == 0) rings_.parts = asked_;
       for (std::uint32_t team = 0; team < shape_.teams; ++team) {
         place_.await_free(rings_.used);
-        if (threadIdx.x % 32 == 0) turns_arrive(rings_.loaded + place_.at);
+        if (threadIdx.x % 32 == 0) mbarrier_arrive(rings_.loaded + place_.at);
         place_.next();
       }
     }
@@ -174,7 +174,7 @@ class TokenLoader {
   __device__ void begin_chunk() {
     const std::uint32_t turn = chunk_ % 2;
     {
-      const Spends waits(a_.common, Span::AwaitingPlan);
+      const SpanTimer waits(a_.common, Span::AwaitingPlan);
       await_turn(plan_.known + turn, chunk_ / 2);
     }
     first_ = plan_.bounds[turn].first;
@@ -182,18 +182,18 @@ class TokenLoader {
     token_ = 0;
     ++chunk_;
     __syncwarp();
-    if (tokens_ != 0 && threadIdx.x % 32 == 0) turns_arrive(plan_.used + turn);
+    if (tokens_ != 0 && threadIdx.x % 32 == 0) mbarrier_arrive(plan_.used + turn);
   }
   // For the next part.
   __device__ void ask() {
     {
-      const Spends waits(a_.common, Span::AwaitingPlaceIn);
+      const SpanTimer waits(a_.common, Span::AwaitingPlaceIn);
       place_.await_free(rings_.used);
     }
     if (threadIdx.x % 32 == 0) {
       std::uint64_t* const turns = rings_.loaded + place_.at;
       const std::uint32_t bytes = shape_.bytes(a_.common, part_);
-      turns_expect(turns, bytes);
+      mbarrier_expect(turns, bytes);
       const std::uint64_t token = first_ + token_;
       bulk_load(in_ + place_.at * shape_.part_bytes, a_.x + token * a_.x_stride + part_ * shape_.part_bytes, bytes, turns);
     }
@@ -220,7 +220,7 @@ class TokenLoader {
 template <typename Mode>
 __device__ inline void quantise_tokens(const Common& k, SendRings& rings, const char* in, char* out, std::uint32_t number) {
   using Shape = SendShape<Mode>;
-  const Spends all(k, Span::Sending);
+  const SpanTimer all(k, Span::Sending);
   const Shape shape(k);
   const std::uint32_t team = number / kOfTeam;
   if (team >= shape.teams) return;
@@ -237,21 +237,21 @@ __device__ inline void quantise_tokens(const Common& k, SendRings& rings, const 
   go_on(team);
   for (std::uint32_t n = team;; n += shape.teams) {
     {
-      const Spends waits(k, Span::AwaitingTile);
+      const SpanTimer waits(k, Span::AwaitingTile);
       await_turn(rings.loaded + from.at, from.turn);
     }
     if (n >= rings.parts) return;
     {
-      const Spends waits(k, Span::AwaitingPlaceOut);
+      const SpanTimer waits(k, Span::AwaitingPlaceOut);
       to.await_free(rings.stored);
     }
     const std::uint32_t elements = shape.elements(k, part), first = number % kOfTeam * shape.of_quantiser;
     const auto arrive = [](std::uint64_t* turns) {
       __syncwarp();
-      if (threadIdx.x % 32 == 0) turns_arrive(turns);
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(turns);
     };
     if (first < elements) {
-      const Spends quantises(k, Span::Quantising);
+      const SpanTimer quantises(k, Span::Quantising);
       const std::uint32_t at = part * Shape::kOfPart + first;
       char* const row = out + to.at * shape.row_bytes;
       Shape::Quantiser::quantise(k, in + from.at * shape.part_bytes + first * kElementBytes<Mode>, min(elements - first, shape.of_quantiser), row + at,

@@ -10,14 +10,14 @@ namespace pplx::cuda {
 
 // This rank's own rows that a thread block has stored as it stores those of peers, while nobody knew their places.
 struct KeptRows {
-  Gate known;  // all of them
+  Once known;  // all of them
   std::uint32_t rows, next;
   std::uint32_t row[kMostKeptRows];  // of the block that this rank sends itself
 };
 
 // What a warp must know to find the runs of peers' rows. It lies in shared memory, since a warp that kept it in registers would spill them.
 struct CarriedRuns {
-  Gate known;
+  Once known;
   std::uint32_t most;  // rows of a run
   RunCounts counts;
 };
@@ -38,14 +38,14 @@ class RowCarrier {
       runs_.most = most;
       runs_.counts = runs.counts();
     }
-    runs_.known.open();
+    runs_.known.set();
   }
 
   // kept: what else there is to receive, if anything.
   __device__ void receive(KeptRows* kept = nullptr) {
     runs_.known.wait();
     if (!s_.good) return;
-    const Spends all(k_, Span::Receiving);
+    const SpanTimer all(k_, Span::Receiving);
     const std::uint32_t padding = k_.c.zero_pad && k_.c.layout == LayoutKind::Ragged ? k_.experts : 0;
     for (;;) {
       std::uint32_t unit = 0;
@@ -105,12 +105,12 @@ class RowCarrier {
     const std::uint32_t lane = lane_anew(), row_bytes = k_.dispatch.row_bytes;
     char* row = own_slot(k_, set_of(k_.c, step_), Op::Dispatch, run.source) + k_.dispatch.row_at(run.first);
     {
-      const Spends waits(k_, Span::AwaitingRow);
+      const SpanTimer waits(k_, Span::AwaitingRow);
       const char* const word = row + std::uint64_t{lane} * row_bytes + k_.dispatch.arrival_at;
       const bool good = lane >= run.rows || wait<Match::Exact>(k_, word, Phase::DispatchRecv, step_, run.source);
       if (!all_of_warp(good)) return false;
     }
-    note(k_, Stage::RowThere);
+    mark_stage(k_, Stage::RowThere);
     RowEnd end = load_end(row);
     uint4 v[kVectors];
 #pragma unroll
@@ -123,13 +123,13 @@ class RowCarrier {
       if (next != nullptr) end = load_end(next);
       if (!carry_row(run.source, run.first + i, its_end, row, next, v)) return false;
     }
-    note(k_, Stage::RowPlaced);
+    mark_stage(k_, Stage::RowPlaced);
     return true;
   }
 
   // v: the first of the row's vectors; then those of the next one, unless that is null.
   __device__ bool carry_row(std::uint32_t source, std::uint32_t number, const RowEnd& end, char* row, const char* next, uint4 (&v)[kVectors]) const {
-    const Spends places(k_, Span::Placing);
+    const SpanTimer places(k_, Span::Placing);
     ArrivedRow r;
     r.source = source;
     r.at = s_.rows_begin[source] + number;

@@ -20,7 +20,7 @@ class SumDealer : RowDealer {
 
   // Until no token is left, or one fails.
   __device__ void deal() {
-    const Spends all(k_, Span::ReceivingSums);
+    const SpanTimer all(k_, Span::ReceivingSums);
     if (kFetches && !hear_of_rows(a_, step_, rows_at_)) {
       tell(0, kNoMore);
       return;
@@ -89,10 +89,10 @@ class SumDealer : RowDealer {
     char* row = comes ? own_slot(k_, set_of(k_.c, step_), Op::Combine, rank) + k_.combine.row_at(number) : nullptr;
     if (kFetches && rows != nullptr) row = rows + std::uint64_t{number} * k_.row_bytes;
     {
-      const Spends waits(k_, Span::AwaitingSums);
+      const SpanTimer waits(k_, Span::AwaitingSums);
       if (!all_of_warp(!comes || rows != nullptr || wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank))) return false;
     }
-    note(k_, Stage::Came);
+    mark_stage(k_, Stage::Came);
     fence_copies();
     if (k_.c.layout != LayoutKind::Compact && choice() >= __popc(looked.places)) looked.place = kNone;
     looked.place = checked(looked.place);
@@ -145,7 +145,7 @@ class SumAdder : RowAdder<Adders> {
       : Base(a, step, ring, memory, number) {}
 
   __device__ void add_up() {
-    const Spends all(k_, Span::ReceivingSums);
+    const SpanTimer all(k_, Span::ReceivingSums);
     for (;;) {
       const DealtRow first = look();
       if ((first.what & kNoMore) != 0) return;
@@ -163,14 +163,14 @@ class SumAdder : RowAdder<Adders> {
       add_two(bytes, y);
     else
       add_all(first, bytes, y);
-    note(k_, Stage::Added);
+    mark_stage(k_, Stage::Added);
   }
 
   __device__ void add_two(std::uint32_t bytes, char* y) {
     uint4 v[kVectors], w[kVectors];
     take(bytes, v);
     take(bytes, w);
-    const Spends adds(k_, Span::AddingUp);
+    const SpanTimer adds(k_, Span::AddingUp);
 #pragma unroll
     for (int j = 0; j < kVectors; ++j)
       if (at(j) < bytes) store16(y + at(j), T::sum_of_two(v[j], w[j]));
@@ -185,7 +185,7 @@ class SumAdder : RowAdder<Adders> {
     for (std::uint32_t i = 0; i < first.peers; ++i) {
       if (has_own && i == first.before) sums.add_row(own);
       take(bytes, v);
-      const Spends adds(k_, Span::AddingUp);
+      const SpanTimer adds(k_, Span::AddingUp);
       sums.add_row(v);
     }
     if (has_own && first.before == first.peers) sums.add_row(own);

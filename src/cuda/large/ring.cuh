@@ -42,8 +42,8 @@ struct DealtRows {
   // By one warp, before the block meets for the first time. For so many adders.
   __device__ void init(std::uint32_t adders) {
     const std::uint32_t lane = threadIdx.x % 32;
-    if (lane < kMostDealtRows) turns_init(loaded + lane, 1);
-    if (lane < kMostDealtRows) turns_init(used + lane, adders);
+    if (lane < kMostDealtRows) mbarrier_init(loaded + lane, 1);
+    if (lane < kMostDealtRows) mbarrier_init(used + lane, adders);
   }
 };
 
@@ -103,15 +103,15 @@ class RowDealer {
 
   // The lane `by` puts what it has into the next place of the ring.
   __device__ void add(std::uint32_t by, const DealtRow& dealt, const char* from, std::uint32_t bytes) {
-    linger(k_, std::uint64_t{step_} << 32 | dealt.token);
+    fuzz_delay(k_, std::uint64_t{step_} << 32 | dealt.token);
     if (lane() == by) {
       if (place_.turn != 0) await_turn(ring_.used + place_.at, place_.turn - 1);
       ring_.rows[place_.at] = dealt;
       if (bytes != 0) {
-        turns_expect(ring_.loaded + place_.at, bytes);
+        mbarrier_expect(ring_.loaded + place_.at, bytes);
         bulk_load(memory_ + place_.at * place_.part, from, bytes, ring_.loaded + place_.at);
       } else {
-        turns_arrive(ring_.loaded + place_.at);
+        mbarrier_arrive(ring_.loaded + place_.at);
       }
     }
     __syncwarp();
@@ -144,13 +144,13 @@ class RowAdder {
   __device__ std::uint32_t at(int j) const { return ((j * Adders::kWarps + number_) * 32 + lane()) * 16; }
 
   __device__ const DealtRow& look() {
-    const Spends waits(k_, Span::AwaitingInputs);
+    const SpanTimer waits(k_, Span::AwaitingInputs);
     await_turn(ring_.loaded + place_.at, place_.turn);
     return ring_.rows[place_.at];
   }
   __device__ void leave() {
     __syncwarp();
-    if (lane() == 0) turns_arrive(ring_.used + place_.at);
+    if (lane() == 0) mbarrier_arrive(ring_.used + place_.at);
     place_.next();
   }
 
@@ -181,7 +181,7 @@ class RowAdder {
     for (; n != 0; --n) {
       uint4 v[kVectors];
       const float weight = take(bytes, v);
-      const Spends adds(k_, Span::AddingUp);
+      const SpanTimer adds(k_, Span::AddingUp);
       sums.add_row(v, weight);
     }
   }

@@ -25,18 +25,18 @@ class TokenDealer {
   }
 
   __device__ void deal() {
-    const Spends all(k_, Span::Sending);
+    const SpanTimer all(k_, Span::Sending);
     for (std::uint32_t n = 0;; ++n) {
       const std::uint32_t turn = n % 2;
       {
-        const Spends waits(k_, Span::AwaitingPlan);
+        const SpanTimer waits(k_, Span::AwaitingPlan);
         await_turn(plan_.planned + turn, n / 2);
       }
       const auto [first, tokens] = plan_.bounds[turn];
       if (tokens == 0) break;
       for (std::uint32_t at = 0; at < tokens; at += together_) deal_tokens(plan_.chunks[turn], first, at, min(together_, tokens - at));
       __syncwarp();
-      if (lane() == 0) turns_arrive(plan_.used + turn);
+      if (lane() == 0) mbarrier_arrive(plan_.used + turn);
     }
     if (!places_known_) end_kept();
     tell_storers(0, 0, {});
@@ -92,12 +92,12 @@ class TokenDealer {
     if (places_known_) return true;
     const std::uint32_t n = __popc(owners);
     if (kept_ + n > kMostKeptRows) {
-      const Spends waits(k_, Span::AwaitingPlacesOfOwn);
+      const SpanTimer waits(k_, Span::AwaitingPlacesOfOwn);
       receive_.rows_known.wait();
       await_places(k_, receive_);
       places_known_ = true;
     } else {
-      places_known_ = __all_sync(~0u, receive_.rows_known.is_open() && (k_.c.layout == LayoutKind::Compact || receive_.placed.is_open()));
+      places_known_ = __all_sync(~0u, receive_.rows_known.is_set() && (k_.c.layout == LayoutKind::Compact || receive_.placed.is_set()));
     }
     if (places_known_) {
       end_kept();
@@ -109,7 +109,7 @@ class TokenDealer {
   }
   __device__ void end_kept() {
     if (lane() == 0) rings_.kept.rows = kept_;
-    rings_.kept.known.open();
+    rings_.kept.known.set();
   }
 
   // This lane's choice of its token's own row, if there is one. owners: the token's lane that has its number.
@@ -130,14 +130,14 @@ class TokenDealer {
   }
 
   __device__ void write_routes(const Choice& c, std::uint32_t own, bool there) const {
-    const Spends routes(k_, Span::WritingRoutes);
+    const SpanTimer routes(k_, Span::WritingRoutes);
     for (std::uint32_t i = 0; __any_sync(~0u, c.entry != kNone && choice() >= i); ++i) {
       const int of = static_cast<int>((nth() << shift_) + i);
       char* const row = of_lane(c.row, of);
       const std::uint32_t rank = __shfl_sync(~0u, c.entry, of) >> 20;
       if (!there || row == nullptr) continue;
       const std::uint32_t expert = static_cast<std::uint32_t>(c.of.id) - first_expert_of(k_, rank);
-      linger(k_, std::uint64_t{own} << 32 | i);
+      fuzz_delay(k_, std::uint64_t{own} << 32 | i);
       store_tagged(k_, row + k_.dispatch.route_at + 16 * choice(), plan_.step, c.of.rank == rank ? route_place(expert, c.of.index) : kNowhere,
                    __float_as_uint(c.of.weight), own);
     }
@@ -154,7 +154,7 @@ class TokenDealer {
 
   __device__ void tell_storers(std::uint32_t first, std::uint32_t tokens, const SentRow& sent) {
     {
-      const Spends waits(k_, Span::AwaitingPlaceOut);
+      const SpanTimer waits(k_, Span::AwaitingPlaceOut);
       const std::uint32_t oldest = dealt_ - under_way_;
       if (dealt_ >= under_way_) await_turn(rings_.told + oldest % kBatches, oldest / kBatches);
     }
@@ -166,7 +166,7 @@ class TokenDealer {
       batch.tokens = tokens;
     }
     __syncwarp();
-    if (lane() == 0) turns_arrive(rings_.dealt + at);
+    if (lane() == 0) mbarrier_arrive(rings_.dealt + at);
   }
 
   const DispatchArguments& a_;

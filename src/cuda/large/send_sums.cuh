@@ -25,8 +25,8 @@ struct PartsOut {
 
   // By one thread, before the block meets for the first time. For so many adders.
   __device__ void init(std::uint32_t adders) {
-    for (std::uint64_t& turns : filled) turns_init(&turns, adders);
-    for (std::uint64_t& turns : sent) turns_init(&turns, 1);
+    for (std::uint64_t& turns : filled) mbarrier_init(&turns, adders);
+    for (std::uint64_t& turns : sent) mbarrier_init(&turns, 1);
   }
 };
 
@@ -37,7 +37,7 @@ class SendDealer : RowDealer {
 
   // The block's own share of the runs, once it is known whether it has one, and those that nobody has begun.
   __device__ void deal() {
-    const Spends all(k_, Span::SendingSums);
+    const SpanTimer all(k_, Span::SendingSums);
     const std::uint32_t most = min(told_together(s_.rows_begin[k_.c.world], gridDim.x), together());
     const RowRuns runs(k_, s_.rows_begin, k_.living - (a_.sums_own ? 1 : 0), most);
     if (s_.mine) deal_share(runs, blockIdx.x);
@@ -83,7 +83,7 @@ class SendDealer : RowDealer {
     const char* const from = expert_row(place);
     char* const rows = block_for(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(run.first);
     const bool by_word = has_many(s_, run.source);
-    note(k_, Stage::Found);
+    mark_stage(k_, Stage::Found);
     DealtRow dealt;
     dealt.token = run.rows;
     dealt.weight = looked.weight;
@@ -116,7 +116,7 @@ class SendAdder : RowAdder<Adders> {
       : Base(a, step, ring, memory, number), parts_(parts), out_(out) {}
 
   __device__ void add_up() {
-    const Spends all(k_, Span::SendingSums);
+    const SpanTimer all(k_, Span::SendingSums);
     for (;;) {
       const DealtRow first = look();
       if ((first.what & kNoMore) != 0) break;
@@ -132,7 +132,7 @@ class SendAdder : RowAdder<Adders> {
     if (first.own == 0) leave();
     Sums<T, kVectors> sums;
     Base::add_rows(first.own, bytes, sums);
-    linger(k_, std::uint64_t{step_} << 32 | first.at);
+    fuzz_delay(k_, std::uint64_t{step_} << 32 | first.at);
     const bool shows = (first.what & kRowsShow) != 0;
     if (!shows) await_place();
     char* const to = shows ? first.row : out_ + place_out() * place_.part;
@@ -146,13 +146,13 @@ class SendAdder : RowAdder<Adders> {
         store16(to + at(j), v);
     }
     if (!shows) fill({first.row, first.at, (first.what & kEndsRun) != 0 ? first.token : 0});
-    note(k_, Stage::Sent);
+    mark_stage(k_, Stage::Sent);
   }
 
   __device__ std::uint32_t place_out() const { return filled_ % kPartsOut; }
 
   __device__ void await_place() {
-    const Spends waits(k_, Span::AwaitingPlaceOfSum);
+    const SpanTimer waits(k_, Span::AwaitingPlaceOfSum);
     if (filled_ >= kPartsOut) await_turn(parts_.sent + place_out(), filled_ / kPartsOut - 1);
   }
 
@@ -161,7 +161,7 @@ class SendAdder : RowAdder<Adders> {
     fence_shared_copies();
     if (number_ == 0 && lane() == 0) parts_.parts[place_out()] = part;
     __syncwarp();
-    if (lane() == 0) turns_arrive(parts_.filled + place_out());
+    if (lane() == 0) mbarrier_arrive(parts_.filled + place_out());
     ++filled_;
   }
 
@@ -177,21 +177,21 @@ class SendTeller {
       : k_(a.common), step_(step), parts_(parts), out_(out), part_(min(k_.row_bytes, kDealtPart)) {}
 
   __device__ void tell_all() {
-    const Spends all(k_, Span::SendingSums);
+    const SpanTimer all(k_, Span::SendingSums);
     const std::uint32_t on_their_way = senders_of(gridDim.x, part_, kPartsOut - 1);
     for (;; ++begun_) {
       std::uint64_t* const filled = parts_.filled + begun_ % kPartsOut;
       const std::uint32_t turn = begun_ / kPartsOut;
       // Nothing to do meanwhile, so what is on its way may as well be told of.
-      if (!__all_sync(~0u, turn_is_over_now(filled, turn & 1))) arrive<0>();
+      if (!__all_sync(~0u, phase_test(filled, turn & 1))) arrive<0>();
       {
-        const Spends waits(k_, Span::AwaitingInputs);
+        const SpanTimer waits(k_, Span::AwaitingInputs);
         await_turn(filled, turn);
       }
       const PartOut& part = parts_.parts[begun_ % kPartsOut];
       if (part.to == nullptr) break;
-      const Spends stores(k_, Span::StoringSums);
-      linger(k_, std::uint64_t{step_} << 32 | part.at);
+      const SpanTimer stores(k_, Span::StoringSums);
+      fuzz_delay(k_, std::uint64_t{step_} << 32 | part.at);
       if (threadIdx.x % 32 == 0) {
         bulk_store(part.to, out_ + begun_ % kPartsOut * part_, min(part_, k_.row_bytes - part.at));
         bulk_end_group();
@@ -214,17 +214,17 @@ class SendTeller {
     for (; arrived_ + kBut < begun_ + more; ++arrived_) {
       const PartOut part = parts_.parts[arrived_ % kPartsOut];
       __syncwarp();
-      if (threadIdx.x % 32 == 0) turns_arrive(parts_.sent + arrived_ % kPartsOut);
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(parts_.sent + arrived_ % kPartsOut);
       if (part.ends != 0) tell(part);
     }
   }
 
   __device__ void tell(const PartOut& part) {
-    const Spends tells(k_, Span::TellingOfSums);
+    const SpanTimer tells(k_, Span::TellingOfSums);
     const std::uint32_t lane = threadIdx.x % 32;
     if (lane < part.ends) {
       fence_system();
-      linger(k_, step_);
+      fuzz_delay(k_, step_);
       store_relaxed(part.to - part.at - std::uint64_t{lane} * k_.combine.row_bytes + k_.combine.arrival_at, arrival_word(k_.generation, step_));
     }
     __syncwarp();

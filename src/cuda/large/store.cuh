@@ -21,11 +21,11 @@ class RowStorer {
   }
 
   __device__ void store() {
-    const Spends all(k_, Span::Sending);
+    const SpanTimer all(k_, Span::Sending);
     if (number_ >= shape_.storers) return;
     for (SendPlace at(kBatches);; at.next()) {
       {
-        const Spends waits(k_, Span::AwaitingPlan);
+        const SpanTimer waits(k_, Span::AwaitingPlan);
         await_turn(rings_.dealt + at.at, at.turn);
       }
       const Batch& batch = rings_.batches[at.at];
@@ -36,7 +36,7 @@ class RowStorer {
         else
           for (std::uint32_t part = 0; part < shape_.parts; ++part) store_next(batch, i, part * shape_.part_bytes, shape_.bytes(k_, part));
       __syncwarp();
-      if (threadIdx.x % 32 == 0) turns_arrive(rings_.there + at.at);
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(rings_.there + at.at);
       if (tokens == 0) return;
     }
   }
@@ -74,11 +74,11 @@ class RowStorer {
     if constexpr (!Shape::kQuantises)
       if (a_.scales != nullptr && first == 0) store_given_scales(sent, rows, copies, batch.first + nth);
     {
-      const Spends waits(k_, Span::AwaitingTile);
+      const SpanTimer waits(k_, Span::AwaitingTile);
       await_turn(filled(), place_.turn);
     }
-    linger(k_, place_.at);
-    const Spends stores(k_, Span::StoringTiles);
+    fuzz_delay(k_, place_.at);
+    const SpanTimer stores(k_, Span::StoringTiles);
     if (sent.row != nullptr) sent.row += first;
     if (sent.place != nullptr) sent.place += first;
 #pragma unroll 1
@@ -98,7 +98,7 @@ class RowStorer {
         place_scales(sent.scales, copies, piece, nth_piece);
       }
     __syncwarp();
-    if (lane == 0) turns_arrive(emptied());
+    if (lane == 0) mbarrier_arrive(emptied());
   }
 
   // To the place that each of `lanes` has, as far as there is room.
@@ -151,9 +151,9 @@ __device__ inline void tell_of_rows(const Common& k, std::uint32_t step, SendRin
     std::uint32_t told = lane == 0 ? *const_cast<volatile std::uint32_t*>(&rings.next_told) : 0;
     told = __shfl_sync(~0u, told, 0);
     if (told == kNone) return;
-    const auto is_there = [&](std::uint32_t n) { return turn_is_over_now(rings.there + n % kBatches, n / kBatches & 1); };
+    const auto is_there = [&](std::uint32_t n) { return phase_test(rings.there + n % kBatches, n / kBatches & 1); };
     {
-      const Spends waits(k, Span::AwaitingTile);
+      const SpanTimer waits(k, Span::AwaitingTile);
       await_turn(rings.there + told % kBatches, told / kBatches);
     }
     std::uint32_t end = told;
@@ -164,18 +164,18 @@ __device__ inline void tell_of_rows(const Common& k, std::uint32_t step, SendRin
     std::uint32_t claimed = 0;
     if (lane == 0) claimed = atomicCAS(&rings.next_told, told, ends ? kNone : end);
     if (__shfl_sync(~0u, claimed, 0) != told) continue;
-    const Spends tells(k, Span::Telling);
+    const SpanTimer tells(k, Span::Telling);
     fence_system();
     for (; told != end; ++told) {
       char* const row = rings.batches[told % kBatches].rows[lane].row;
       if (row != nullptr) {
-        linger(k, std::uint64_t{step} << 32 | told);
+        fuzz_delay(k, std::uint64_t{step} << 32 | told);
         store_relaxed(row + k.dispatch.arrival_at, arrival_word(k.generation, step));
       }
       __syncwarp();
-      if (lane == 0) turns_arrive(rings.told + told % kBatches);
+      if (lane == 0) mbarrier_arrive(rings.told + told % kBatches);
     }
-    note(k, Stage::Published);
+    mark_stage(k, Stage::Published);
   }
 }
 

@@ -34,7 +34,7 @@ struct ManyPlan {
   std::uint32_t step;
   std::uint32_t first_stretch, first_chunk;  // that this thread block sends
   bool taken;  // the set's memory is this step's
-  Gate claimed;  // taken
+  Once claimed;  // taken
   std::uint64_t known[2], planned[2], used[2];  // turns of the chunks
   ChunkBounds bounds[2];
   PlannedChunk chunks[2];
@@ -137,11 +137,11 @@ __device__ inline bool numbers_rows(const DispatchArguments& a) {
 
 // By one warp: peers hear how many rows they get, which are none that show by themselves, of a rank with many tokens.
 template <bool kPieces = false>
-__device__ inline void send_rows(const Common& k, std::uint32_t step, const std::uint32_t* rows) {
+__device__ inline void publish_row_counts(const Common& k, std::uint32_t step, const std::uint32_t* rows) {
   for (std::uint32_t peer = threadIdx.x % 32; peer < k.c.world; peer += 32) {
     const std::uint32_t n = rows[peer];
     if ((k.dead >> peer & 1) != 0 || (kPieces && is_remote(k, peer))) continue;
-    linger(k, n);
+    fuzz_delay(k, n);
     store_tagged(k, k.peers[peer] + k.heap.rows_at(k.c, set_of(k.c, step), k.c.rank), step, n, 0, 1);
   }
 }
@@ -173,14 +173,14 @@ static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, 
       if (e < experts) numbers[j] = a.plan.counts[first + e];
     }
     const PackedNumbers p = pack_numbers(numbers);
-    linger(k, p.words[0]);
+    fuzz_delay(k, p.words[0]);
     store_tagged(k, k.peers[peer] + k.heap.counts_at(k.c, set, k.c.rank) + kPieceBytes * nth, step, p.words[0], p.words[1], p.words[2]);
   }
-  if (kPieces || !numbers_rows(a)) send_rows<kPieces>(k, step, a.plan.rows);
+  if (kPieces || !numbers_rows(a)) publish_row_counts<kPieces>(k, step, a.plan.rows);
   if constexpr (kPieces)
     if (k.slice.of > 1) tell_replicas(a, step);
   if constexpr (kPieces) begin_remote_blocks(a, step);
-  note(k, Stage::Counted);
+  mark_stage(k, Stage::Counted);
 }
 
 // Counts choice `at` of a chunk by expert, and says which rank its token goes to.
@@ -231,7 +231,7 @@ static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std:
     out[i] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
   }
   __syncwarp();
-  linger(k, number);
+  fuzz_delay(k, number);
   if (lane == 0) store_release_here(a.chunk_counts.ready + number, arrival_word(k.generation, step));
   add_to_totals(a, marks, number);
   if constexpr (kPieces)
@@ -317,7 +317,7 @@ static __device__ __noinline__ void sum_chunks(const DispatchArguments& a, std::
   const std::uint32_t columns = chunk_columns(a.common.c), pieces = columns / 8;
   for (; first < end; first += 32) {
     {
-      const Spends spends(a.common, Span::AwaitingChunks);
+      const SpanTimer spends(a.common, Span::AwaitingChunks);
       await_chunks<kPieces>(a, step, first, end, memory);
     }
     const std::uint32_t n = min(32u, end - first);
@@ -421,7 +421,7 @@ static __device__ __noinline__ void place_choices(const Common& k, const ChunkCh
 // Waits for the nth turn. A lane that looks only after the next one is over waits for ever, so no lane of a warp may fill a place
 // again that another one still waits for: the one that fills it waits alone, or the lanes meet.
 __device__ inline void await_turn(std::uint64_t* turns, std::uint32_t nth) {
-  while (!turn_is_over(turns, nth & 1)) {
+  while (!phase_wait(turns, nth & 1)) {
   }
 }
 
@@ -455,7 +455,7 @@ __device__ inline std::uint32_t next_chunk(const DispatchArguments& a, Stretch& 
 __device__ inline void tell_bounds(const DispatchArguments& a, ManyPlan& s, std::uint32_t n, std::uint32_t chunk) {
   const std::uint32_t first = chunk * a.tokens_per_chunk;
   s.bounds[n % 2] = {first, chunk >= a.chunks ? 0 : min(a.own - first, a.tokens_per_chunk)};
-  turns_arrive(s.known + n % 2);
+  mbarrier_arrive(s.known + n % 2);
 }
 
 // For a planner whose block has added up what comes before its first chunk, which it has loaded. memory: of its own, counting_bytes().
@@ -472,14 +472,14 @@ __device__ inline void plan_chunks(const DispatchArguments& a, ManyPlan& s, Load
     if (n == 0 && !ends && lane == 0) tell_bounds(a, s, 1, next);
     if (!ends && !given) sum_chunks(a, step, summed, number, sums, memory);  // none, within a stretch
     if (n >= 2) {
-      const Spends waits(k, Span::AwaitingPlaceOut);
+      const SpanTimer waits(k, Span::AwaitingPlaceOut);
       await_turn(s.used + n % 2, n / 2 - 1);
     }
     if (n >= 2 && lane == 0) tell_bounds(a, s, n, number);
     PlannedChunk& planned = s.chunks[n % 2];
     if (!ends && given) copy_chunk(a, number, &planned);
     if (!ends && !given) {
-      const Spends spends(k, Span::PlacingChunks);
+      const SpanTimer spends(k, Span::PlacingChunks);
       loaded.ids.keep(a, chunk, false, ChunkMarks(k, memory).ids);
 #pragma unroll
       for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i)
@@ -495,7 +495,7 @@ __device__ inline void plan_chunks(const DispatchArguments& a, ManyPlan& s, Load
       if (given) send_all_counts(a, step);
     }
     __syncwarp();
-    if (lane == 0) turns_arrive(s.planned + n % 2);
+    if (lane == 0) mbarrier_arrive(s.planned + n % 2);
     if (n == 0 && !given) count_all(a, step, memory);
     if (ends) return;
     summed = number + 1;
@@ -532,7 +532,7 @@ __device__ inline void claim_set(const DispatchArguments& a, ManyPlan& s) {
   }
   if constexpr (kPieces) taken = taken && (k.remote == 0 || may_write_all(k, s.step, Op::Dispatch));
   if (lane == 0) s.taken = taken;
-  s.claimed.open();
+  s.claimed.set();
 }
 
 // By the last thread block to leave: the next launch that sends finds everything as this one did.

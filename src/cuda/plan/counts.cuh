@@ -10,12 +10,12 @@
 namespace pplx::cuda {
 
 // Does what only the general kernel does, for peers of other nodes and for replicas: remote/dispatch_extras.cuh.
-template <bool kPlain>
+template <bool kMappedOnly>
 struct DispatchExtras;
 
 struct ReceiveShared {
-  Gate rows_known;  // rows_begin
-  Gate placed;  // base, below
+  Once rows_known;  // rows_begin
+  Once placed;  // base, below
   std::uint32_t rows_begin[kMaxPeers + 1];
   std::uint32_t rows[kMaxPeers];
   std::uint32_t showing[kMaxPeers];  // how many of them, the first ones, show by themselves that they have come
@@ -263,21 +263,21 @@ __device__ inline void count_rows(const DispatchArguments& a, std::uint32_t step
   const bool good = read_rows(a.common, step, s);
   if (good) place_sources(a, reports_counts(), s);
   if (threadIdx.x % 32 == 0) s.good = good;
-  s.rows_known.open();
+  s.rows_known.set();
 }
 
 // Another warp's: from counts to places. The others know from then on where rows go.
-template <bool kPlain, bool kHooks>
+template <bool kMappedOnly, bool kHooks>
 __device__ inline void place_rows(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts& e) {
   const Common& k = a.common;
   const bool reports = reports_counts();
   bool good = read_choices(k, step, reports, s, e);
-  note(k, Stage::CountsThere);
+  mark_stage(k, Stage::CountsThere);
   const bool too_many_of_one = good && place_experts(a, reports, s, e);
   if (threadIdx.x % 32 == 0) s.placed_all = good;
-  s.placed.open();
+  s.placed.set();
   __syncwarp();
-  note(k, Stage::ExpertsPlaced);
+  mark_stage(k, Stage::ExpertsPlaced);
   if (!reports) return;
   s.rows_known.wait();
   good = good && s.good;
@@ -288,8 +288,8 @@ __device__ inline void place_rows(const DispatchArguments& a, std::uint32_t step
   if (threadIdx.x % 32 == 0) report_totals(a, s, too_many_of_one);
   if (kHooks) raise_planned(a, [&](std::uint32_t word) { return rows_of_hook(a, s, e, word); });
   check_counts(k, step, s);
-  if constexpr (!kPlain)
-    if (k.slice.of > 1) DispatchExtras<kPlain>::check_replicas(k, step);
+  if constexpr (!kMappedOnly)
+    if (k.slice.of > 1) DispatchExtras<kMappedOnly>::check_replicas(k, step);
 }
 
 }  // namespace pplx::cuda

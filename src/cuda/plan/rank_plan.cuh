@@ -126,7 +126,7 @@ static __device__ __noinline__ void count_rows_of_five_to_eight(const DispatchAr
 // By each of a block's workers: what comes before its first chunk, or all that there is if nothing does.
 __device__ inline void count_rows_before(const DispatchArguments& a, const ManyPlan& s, std::uint32_t* sums) {
   if (s.first_chunk >= a.chunks) return;
-  const Spends spends(a.common, Span::Counting);
+  const SpanTimer spends(a.common, Span::Counting);
   const std::uint32_t end = s.first_chunk == 0 ? a.own : s.first_chunk * a.tokens_per_chunk;
   std::uint32_t* const rows = sums + a.common.c.num_experts;
   if (a.common.c.top_k > 4 && a.common.c.top_k <= 8)
@@ -167,7 +167,7 @@ static __device__ __noinline__ void count_choices(const DispatchArguments& a, st
       }
       __syncwarp();
     }
-    linger(k, first);
+    fuzz_delay(k, first);
     add_to_totals(a, marks, blockIdx.x);
     __syncwarp();
     std::uint32_t before = 0;
@@ -222,7 +222,7 @@ __device__ inline void number_chunks(const DispatchArguments& a, ManyPlan& s, Lo
       *a.received.step = step;  // the step's other phases read it there
       take_set(k, step);
     }
-    send_rows(k, step, rows);
+    publish_row_counts(k, step, rows);
     __syncwarp();
     if (lane < k.c.world) rows[lane] = 0;
     __syncwarp();
@@ -236,13 +236,13 @@ __device__ inline void number_chunks(const DispatchArguments& a, ManyPlan& s, Lo
       count_rows_of_ranks<2>(a, counted * a.tokens_per_chunk, number * a.tokens_per_chunk, 0, 1, rows);
     __syncwarp();
     if (n >= 2) {
-      const Spends waits(k, Span::AwaitingPlaceOut);
+      const SpanTimer waits(k, Span::AwaitingPlaceOut);
       await_turn(s.used + n % 2, n / 2 - 1);
     }
     if (n >= 2 && lane == 0) tell_bounds(a, s, n, number);
     PlannedChunk& planned = s.chunks[n % 2];
     if (!ends) {
-      const Spends spends(k, Span::PlacingChunks);
+      const SpanTimer spends(k, Span::PlacingChunks);
       loaded.ids.keep(a, chunk, false, ids);
 #pragma unroll
       for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i)
@@ -252,7 +252,7 @@ __device__ inline void number_chunks(const DispatchArguments& a, ManyPlan& s, Lo
       number_choices(k, chunk, ids, rows, &planned);
     }
     __syncwarp();
-    if (lane == 0) turns_arrive(s.planned + n % 2);
+    if (lane == 0) mbarrier_arrive(s.planned + n % 2);
     if (ends) break;
     counted = number + 1;
     number = next;

@@ -14,7 +14,7 @@ namespace pplx::cuda {
 
 inline constexpr std::uint32_t kMostChoicesOfUnit = kMostTokensOfUnit * kMaxTopK;
 
-template <bool kPlain>
+template <bool kMappedOnly>
 struct DispatchExtras;  // remote/dispatch_extras.cuh
 
 struct PlanShared {
@@ -46,12 +46,12 @@ __device__ inline bool is_bad(const DispatchArguments& a, const RawId& id) {
   const std::int64_t value = id.value(a.wide_ids);
   return value < -1 || value >= a.common.c.num_experts;
 }
-template <bool kPlain>
+template <bool kMappedOnly>
 __device__ inline std::int32_t valid_id(const DispatchArguments& a, const RawId& raw) {
   const Common& k = a.common;
   const std::int64_t id = raw.value(a.wide_ids);
   if (id < 0 || id >= k.c.num_experts) return -1;
-  const bool nobody = !kPlain && k.dead != 0 && (k.dead >> k.per_rank.divide(static_cast<std::uint32_t>(id)) & 1) != 0;
+  const bool nobody = !kMappedOnly && k.dead != 0 && (k.dead >> k.per_rank.divide(static_cast<std::uint32_t>(id)) & 1) != 0;
   return nobody ? -1 : static_cast<std::int32_t>(id);
 }
 __device__ inline std::int32_t load_id(const DispatchArguments& a, std::uint64_t at, bool report) {
@@ -61,9 +61,9 @@ __device__ inline std::int32_t load_id(const DispatchArguments& a, std::uint64_t
 }
 
 // The index, among the choices of all tokens, of the nth choice of this rank's own tokens.
-template <bool kPlain>
+template <bool kMappedOnly>
 __device__ inline std::uint32_t choice_at(const Common& k, std::uint32_t n) {
-  if (kPlain || k.slice.of == 1) return n;
+  if (kMappedOnly || k.slice.of == 1) return n;
   const std::uint32_t own = k.top_k.divide(n);
   return n + (k.slice.token(own) - own) * k.c.top_k;
 }
@@ -75,11 +75,11 @@ struct Pass {
 
   __device__ explicit Pass(const Common& c)
       : token(threadIdx.x >> c.group_shift), k(threadIdx.x & ((1u << c.group_shift) - 1)), tokens(kSenders >> c.group_shift) {}
-  template <bool kPlain>
+  template <bool kMappedOnly>
   __device__ RawId load(const DispatchArguments& a, std::uint32_t begin, std::uint32_t end) const {
     const std::uint32_t own = begin + token;
     if (own >= end || k >= a.common.c.top_k) return {};
-    return load_raw_id(a, choice_at<kPlain>(a.common, own * a.common.c.top_k + k));
+    return load_raw_id(a, choice_at<kMappedOnly>(a.common, own * a.common.c.top_k + k));
   }
 };
 
@@ -89,18 +89,18 @@ struct EarlyIds {
   RawId ids[kPasses];
 
   // Of the tokens before `end`.
-  template <bool kPlain>
+  template <bool kMappedOnly>
   __device__ void load(const DispatchArguments& a, std::uint32_t end) {
     const Pass pass(a.common);
 #pragma unroll
     for (std::uint32_t i = 0; i < kPasses; ++i)
-      if (i * pass.tokens < end) ids[i] = pass.load<kPlain>(a, i * pass.tokens, end);
+      if (i * pass.tokens < end) ids[i] = pass.load<kMappedOnly>(a, i * pass.tokens, end);
   }
   __device__ RawId of_pass(std::uint32_t i) const { return i == 0 ? ids[0] : i == 1 ? ids[1] : ids[2]; }
 };
 
 // Adds this rank's tokens [from, to) to the counts of rows by rank, and of choices by expert. early: of the first passes from token 0.
-template <bool kPlain>
+template <bool kMappedOnly>
 __device__ inline void count_tokens(const DispatchArguments& a, std::uint32_t from, std::uint32_t to, bool loaded, const EarlyIds& early,
                                     PlanShared& s, std::uint32_t* experts) {
   const Common& k = a.common;
@@ -109,7 +109,7 @@ __device__ inline void count_tokens(const DispatchArguments& a, std::uint32_t fr
 #pragma unroll 1
   for (std::uint32_t begin = from; begin < to; begin += pass.tokens, ++number) {
     const bool known = loaded && number < EarlyIds::kPasses;
-    const std::int32_t id = valid_id<kPlain>(a, known ? early.of_pass(number) : pass.load<kPlain>(a, begin, to));
+    const std::int32_t id = valid_id<kMappedOnly>(a, known ? early.of_pass(number) : pass.load<kMappedOnly>(a, begin, to));
     const std::uint32_t rank = id < 0 ? 0 : k.per_rank.divide(static_cast<std::uint32_t>(id)), lane = threadIdx.x % 32;
     // The first lane of a token that wants a rank counts the row.
     const std::uint32_t same = __match_any_sync(~0u, id < 0 ? kNone : rank << 16 | pass.token);  // takes longer the more keys differ
@@ -120,10 +120,10 @@ __device__ inline void count_tokens(const DispatchArguments& a, std::uint32_t fr
 }
 
 // A token as a warp sees it: lane i has choice i, and the rows of ranks i and, where there are more than 32, i + 32.
-template <bool kPlain>
+template <bool kMappedOnly>
 struct PlannedToken {
-  using Ranks = std::conditional_t<kPlain, std::uint32_t, unsigned long long>;  // a bit each
-  static constexpr std::uint32_t kRanksOfLane = kPlain ? 1 : 2;
+  using Ranks = std::conditional_t<kMappedOnly, std::uint32_t, unsigned long long>;  // a bit each
+  static constexpr std::uint32_t kRanksOfLane = kMappedOnly ? 1 : 2;
 
   std::int32_t id = -1;
   std::uint32_t rank = kNone, index = 0;  // of this choice
@@ -140,7 +140,7 @@ struct PlannedToken {
     rank = id < 0 ? kNone : k.per_rank.divide(static_cast<std::uint32_t>(id));
     const Ranks mine = id < 0 ? 0 : Ranks{1} << rank;
     ranks = __reduce_or_sync(~0u, static_cast<std::uint32_t>(mine));
-    if constexpr (!kPlain)
+    if constexpr (!kMappedOnly)
       if (k.c.world > 32) ranks |= std::uint64_t{__reduce_or_sync(~0u, static_cast<std::uint32_t>(mine >> 32))} << 32;
     const std::uint32_t same = __match_any_sync(~0u, static_cast<std::uint32_t>(id));  // takes longer the more keys differ
     index = id < 0 ? 0 : __popc(same & ((1u << lane) - 1));
@@ -156,14 +156,14 @@ struct PlannedToken {
       at[i] = rows_at[threadIdx.x % 32 + 32 * i] + std::uint64_t{row[i]} * k.dispatch.row_bytes;
   }
   __device__ char* row_at(std::uint32_t rank) const {
-    return of_lane(at[kPlain || rank < 32 ? 0 : kRanksOfLane - 1], static_cast<int>(rank % 32));
+    return of_lane(at[kMappedOnly || rank < 32 ? 0 : kRanksOfLane - 1], static_cast<int>(rank % 32));
   }
 };
 
 // Walks through the tokens of a unit. Each warp does so for itself, so that none waits for another's result.
-template <bool kPlain>
+template <bool kMappedOnly>
 struct UnitPlan {
-  using Token = PlannedToken<kPlain>;
+  using Token = PlannedToken<kMappedOnly>;
   std::uint32_t rows[Token::kRanksOfLane];  // so far, of ranks lane and lane + 32
 
   __device__ explicit UnitPlan(const PlanShared& s) {
@@ -174,7 +174,7 @@ struct UnitPlan {
   __device__ void place(const DispatchArguments& a, std::uint32_t first, std::uint32_t nth, const PlanShared& s,
                         const std::uint32_t* experts, Token& t) {
     const Common& k = a.common;
-    if (!kPlain && a.ids == nullptr) {
+    if (!kMappedOnly && a.ids == nullptr) {
       take_from_plan(a, first + nth, t);
       return;
     }
@@ -212,12 +212,12 @@ struct UnitPlan {
 
 // Calls visit(rank) for each of these ranks: remote ones first, for the proxy has the longer way; of each kind from rank + 1 on, itself
 // last.
-template <bool kPlain, typename Visit>
-__device__ inline void visit_in_order(const Common& k, typename PlannedToken<kPlain>::Ranks ranks, const Visit& visit) {
-  using Ranks = typename PlannedToken<kPlain>::Ranks;
+template <bool kMappedOnly, typename Visit>
+__device__ inline void visit_in_order(const Common& k, typename PlannedToken<kMappedOnly>::Ranks ranks, const Visit& visit) {
+  using Ranks = typename PlannedToken<kMappedOnly>::Ranks;
   const Ranks after = ~((Ranks{2} << k.c.rank) - 1);  // the last one's: none
   while (ranks != 0) {
-    const Ranks kind = !kPlain && (ranks & k.remote) != 0 ? static_cast<Ranks>(ranks & k.remote) : ranks;
+    const Ranks kind = !kMappedOnly && (ranks & k.remote) != 0 ? static_cast<Ranks>(ranks & k.remote) : ranks;
     const Ranks next = (kind & after) != 0 ? kind & after : kind;
     const std::uint32_t rank = lowest_rank(next);
     ranks &= ~(Ranks{1} << rank);
@@ -226,8 +226,8 @@ __device__ inline void visit_in_order(const Common& k, typename PlannedToken<kPl
 }
 
 // By one warp: what further dispatches, and this one's combine, need to know of a token.
-template <bool kPlain>
-__device__ inline void keep_in_plan(const DispatchArguments& a, std::uint32_t own, const PlannedToken<kPlain>& t) {
+template <bool kMappedOnly>
+__device__ inline void keep_in_plan(const DispatchArguments& a, std::uint32_t own, const PlannedToken<kMappedOnly>& t) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   const std::uint64_t at = std::uint64_t{own} * k.c.top_k;
@@ -240,7 +240,7 @@ __device__ inline void keep_in_plan(const DispatchArguments& a, std::uint32_t ow
   if (lane >= t.count()) a.plan.token_rows[at + lane] = kNone;
   a.plan.ids[at + lane] = t.id;
   a.plan.index[at + lane] = t.index;
-  if (a.weights != nullptr && (kPlain || k.slice.of == 1)) a.plan.weights[at + lane] = t.weight;
+  if (a.weights != nullptr && (kMappedOnly || k.slice.of == 1)) a.plan.weights[at + lane] = t.weight;
 }
 
 }  // namespace pplx::cuda

@@ -43,11 +43,11 @@ __device__ inline std::uint32_t context_of(const Common& k, std::uint32_t step, 
 // stored of them, they released to this one.
 __device__ inline void put_part(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t part, std::uint64_t begin, std::uint64_t end) {
   const std::uint32_t set = set_of(k.c, step);
-  linger(k, std::uint64_t{step} << 32 | part << 16 | peer << 8 | static_cast<std::uint32_t>(op));
+  fuzz_delay(k, std::uint64_t{step} << 32 | part << 16 | peer << 8 | static_cast<std::uint32_t>(op));
   ++*of_signal(k.puts->posted, k, step, op, part, peer);
   carrier::put(k, peer, context_of(k, step, op), k.blocks + k.heap.slot_at(k.c, set, op, k.c.rank) + begin, block_for(k, set, op, peer) + begin,
                end - begin, signal_of(k, step, op, part, k.c.rank));
-  note(k, Stage::Told);
+  mark_stage(k, Stage::Told);
 }
 
 // A turn of a part that was not heard of yet, and how far its signal counts then, since there are signals.
@@ -83,7 +83,7 @@ static __device__ __noinline__ bool wait_for_put(const Common& k, std::uint32_t 
     look_for_carrier_errors(k, step, phase);
     return false;
   });
-  linger(k, put.wanted);
+  fuzz_delay(k, put.wanted);
   if (good) *put.turns = put.turn;
   return good;
 }
@@ -124,7 +124,7 @@ __device__ inline void put_piece(const Common& k, std::uint32_t step, Op op, std
 
 // This rank has read the peer's next piece. By one thread, which has seen that those before were told of.
 __device__ inline void put_credit(const Common& k, std::uint32_t step, Op op, std::uint32_t peer) {
-  linger(k, std::uint64_t{step} << 32 | peer);
+  fuzz_delay(k, std::uint64_t{step} << 32 | peer);
   ++*of_signal(k.puts->posted, k, step, op, kCreditSignal, peer);
   carrier::signal(k, peer, context_of(k, step, op, kCreditSignal), piece_signal_of(k, step, op, kCreditSignal, k.c.rank));
 }

@@ -6,9 +6,9 @@ namespace pplx::cuda {
 namespace decode {
 namespace {
 
-template <typename T, bool kPlain, int kSent>
+template <typename T, bool kMappedOnly, int kSent>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(const __grid_constant__ CombineArguments a) {
-  run_combine<T, kPlain, kSent>(a);
+  run_combine<T, kMappedOnly, kSent>(a);
 }
 
 }  // namespace

@@ -61,12 +61,12 @@ __device__ __noinline__ bool receive_with_replicas(const CombineArguments& a, st
     unit = next;
   }
   const std::uint32_t warp = threadIdx.x / 32 * gridDim.x + blockIdx.x, warps = kCombineWarps * gridDim.x;
-  const auto ask_how = [&](std::uint32_t turn, std::uint64_t first, std::uint64_t begun, std::uint32_t peer) {
-    return ask(k, nullptr, turn, first, begun, Phase::CombineRecv, step, peer, 0);
+  const auto poll = [&](std::uint32_t turn, std::uint64_t first, std::uint64_t begun, std::uint32_t peer) {
+    return poll_failure(k, nullptr, turn, first, begun, Phase::CombineRecv, step, peer, 0);
   };
   const auto by_strips = [&](std::uint32_t n) { return a.received_in.by_strips.divide(n); };
   for (unit = warp; unit < (a.tokens - a.own) * strips; unit += warps)
-    if (!take_strip<kReceivedVectors>(a, step, unit, a.received_in.strips, by_strips, ask_how)) return false;
+    if (!take_strip<kReceivedVectors>(a, step, unit, a.received_in.strips, by_strips, poll)) return false;
   for (std::uint32_t i = warps - 1 - warp; i < others; i += warps)
     if (threadIdx.x % 32 == 0) receive_slice_header(a, step, (k.slice.number + 1 + i) % k.slice.of);
   return true;

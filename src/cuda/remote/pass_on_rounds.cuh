@@ -57,7 +57,7 @@ __device__ inline bool pass_on_peer(const Common& k, const PieceArguments& p, st
       if (!take(of.peer, of.landed)) return false;
     if (of.landed != before) {
       if (kCarrier) hear_landed(k, step, op, of.peer, before, of.landed);
-      linger(k, of.landed);
+      fuzz_delay(k, of.landed);
       store_release_here(remote_word(k, p, RemoteWord::Landed, step, op, of.peer), pieces_word(k.generation, step, of.landed));
       moved = true;
     }
@@ -67,7 +67,7 @@ __device__ inline bool pass_on_peer(const Common& k, const PieceArguments& p, st
     if (room != of.room) {
       if (kCarrier) hear_free(k, step, op, of.peer, of.room, room);
       of.room = room;
-      linger(k, room);
+      fuzz_delay(k, room);
       store_release_here(remote_word(k, p, RemoteWord::Room, step, op, of.peer), pieces_word(k.generation, step, room));
       moved = true;
     }

@@ -97,9 +97,9 @@ __device__ inline void hand_over(const Common& k, std::uint32_t step, Op op, std
     put_parts(k, step, op, peer, rows, told, parts);
     return;
   }
-  linger(k, rows + parts);
+  fuzz_delay(k, rows + parts);
   announce<Atomics>(mailbox_of(k, step, op, peer), k.generation, {step, rows, false, parts}, *announced(k, step, op, peer));
-  note(k, Stage::Told);
+  mark_stage(k, Stage::Told);
 }
 
 // How many rows a block has: known, or to be read once its header is there.
@@ -141,7 +141,7 @@ static __device__ __noinline__ void count_part(const Common& k, std::uint32_t st
   const PartSizes& sizes = parts_of(k, op);
   const std::uint32_t all = (sizes.begin(part + 1) - sizes.begin(part)) * each + (part == 0 ? 1 : 0);
   std::uint32_t* const count = &k.control->stored[set_of(k.c, step)][static_cast<int>(op)][peer][part];
-  linger(k, std::uint64_t{step} << 32 | part << 8 | peer);
+  fuzz_delay(k, std::uint64_t{step} << 32 | part << 8 | peer);
   if (count_in_order(count, stored) + stored != all) return;
   *count = 0;
   complete_part(k, step, op, peer, part, rows);
@@ -190,7 +190,7 @@ __device__ inline bool wait_for_block(const Common& k, std::uint32_t step, Op op
 __device__ inline void pass_on(const Common& k, std::uint32_t step, Signal signal, std::uint32_t peer) {
   char* word = k.peers[k.c.rank] + k.heap.arrival_at(k.c, set_of(k.c, step), signal, peer);
   const std::uint64_t value = arrival_word(k.generation, step);
-  linger(k, value);
+  fuzz_delay(k, value);
   store_release_here(word, value);
 }
 
@@ -212,7 +212,7 @@ static __device__ __noinline__ std::uint32_t wait_for_parts(const Common& k, con
     seen = last_whole(k, now, step);
     return there >= wanted;
   });
-  linger(k, there);
+  fuzz_delay(k, there);
   return good ? there : 0;
 }
 
@@ -240,7 +240,7 @@ __device__ inline char* parts_word(const Common& k, char* memory, std::uint32_t 
       seen = last_whole(k, now, step);
     }
     if (came > there) {
-      linger(k, came);
+      fuzz_delay(k, came);
       store_release_here(here, pieces_word(k.generation, step, came));
       there = came;
     }

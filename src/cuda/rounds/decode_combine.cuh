@@ -44,16 +44,16 @@ __device__ inline void pass_on_rooms(const CombineArguments& a, std::uint32_t st
 }
 
 // Rows that go behind one release, or none: rows of whole blocks show by themselves that they have come. Remote peers' are counted.
-template <typename T, bool kPlain, int kVectors>
+template <typename T, bool kMappedOnly, int kVectors>
 __device__ inline void send_run_of_round(const CombineArguments& a, std::uint32_t step, const RoundRun& run, CombineShared& s) {
   const Common& k = a.common;
-  const bool remote = !kPlain && is_remote(k, run.source);
+  const bool remote = !kMappedOnly && is_remote(k, run.source);
   char* const rows = rows_of_run(k, Op::Combine, k.combine, run, block_for(k, set_of(k.c, step), Op::Combine, run.source));
   for (std::uint32_t i = 0; i < run.rows; ++i) {
     Places places;
-    places.load<kPlain>(a, s.rows_begin[run.source] + run.first + i);
+    places.load<kMappedOnly>(a, s.rows_begin[run.source] + run.first + i);
     const std::uint32_t n = places.check(a);
-    if (!kPlain && a.uses_weights && !sent_weight(a, step, run.source, run.first + i, places.weight)) return;
+    if (!kMappedOnly && a.uses_weights && !sent_weight(a, step, run.source, run.first + i, places.weight)) return;
     char* const row = rows + std::uint64_t{i} * k.combine.row_bytes;
 #pragma unroll 1
     for (std::uint32_t at = 0; at < k.row_bytes; at += strip_bytes(kVectors)) {
@@ -64,15 +64,15 @@ __device__ inline void send_run_of_round(const CombineArguments& a, std::uint32_
         sums.store(row, begin, end);
       else
         sums.send(row, begin, end);
-      linger(k, std::uint64_t{step} << 32 | begin);
+      fuzz_delay(k, std::uint64_t{step} << 32 | begin);
     }
-    if (kPlain || !a.has_tail) continue;
+    if (kMappedOnly || !a.has_tail) continue;
     write_tail(a, places.choices, places.place, row + k.combine.tail_at);
     if (run.in_pieces || remote) continue;
     __syncwarp();
     if (threadIdx.x % 32 == 0) publish(k, row + k.combine.arrival_at, arrival_word(k.generation, step));  // a tail is any bits at all
   }
-  note(k, Stage::Sent);
+  mark_stage(k, Stage::Sent);
   __syncwarp();
   if (remote)
     count_sums_of_round(k, a.pieces, step, run.source, run.round, s.rows_begin[run.source + 1] - s.rows_begin[run.source], run.rows);
@@ -82,12 +82,12 @@ __device__ inline void send_run_of_round(const CombineArguments& a, std::uint32_
 }
 
 // For each warp. rows: its own.
-template <typename T, bool kPlain, int kVectors>
+template <typename T, bool kMappedOnly, int kVectors>
 static __device__ __noinline__ void send_rounds(const CombineArguments& a, std::uint32_t step, CombineShared& s, RoundRows& rows) {
   const Common& k = a.common;
   const PieceArguments& p = a.pieces;
   if (p.begin == p.end) return;
-  if (!kPlain && a.uses_weights && p.begins) send_all_weights(a, step, threadIdx.x / 32, kCombineWarps);
+  if (!kMappedOnly && a.uses_weights && p.begins) send_all_weights(a, step, threadIdx.x / 32, kCombineWarps);
   const std::uint32_t remote = remote_peers(k), headers = p.begins ? k.living - remote : 0;
   Rounds rounds(k, p, step, s.rows_begin, Phase::CombineSend, kRowsOfRoundRun, 1, rows);
   if (!rounds.open(p.begin, p.end)) return;
@@ -104,7 +104,7 @@ static __device__ __noinline__ void send_rounds(const CombineArguments& a, std::
     if (run.is_header)
       send_header_of_round(a, step, run, s);
     else
-      send_run_of_round<T, kPlain, kVectors>(a, step, run, s);
+      send_run_of_round<T, kMappedOnly, kVectors>(a, step, run, s);
   }
 }
 
@@ -112,13 +112,13 @@ struct CombineRounds {
   static constexpr bool kPieces = true;
   using Rows = RoundRows;
   // For each warp of a step in rounds.
-  template <typename T, bool kPlain, int kVectors>
+  template <typename T, bool kMappedOnly, int kVectors>
   __device__ static void send(const CombineArguments& a, std::uint32_t step, CombineShared& s, RoundRows& rows) {
     const Common& k = a.common;
     if (blockIdx.x == 0 && threadIdx.x < 32) forget_rounds(k, a.pieces, step, Op::Dispatch);
-    if (!kPlain && !a.release && a.recv && k.remote != 0 && threadIdx.x / 32 == kCombineWarps - 1 && claim(k, a.pieces, step, Claim::CombineAside) == 0)
+    if (!kMappedOnly && !a.release && a.recv && k.remote != 0 && threadIdx.x / 32 == kCombineWarps - 1 && claim(k, a.pieces, step, Claim::CombineAside) == 0)
       pass_on_rooms(a, step);
-    if (!a.release) send_rounds<T, kPlain, kVectors>(a, step, s, rows);
+    if (!a.release) send_rounds<T, kMappedOnly, kVectors>(a, step, s, rows);
   }
 };
 

@@ -56,14 +56,14 @@ __device__ inline void receive_slice_headers(const CombineArguments& a, std::uin
   __syncwarp();
 }
 
-template <typename T, bool kPlain>
+template <typename T, bool kMappedOnly>
 __device__ __forceinline__ void run_combine_many_pieces(const CombineArguments& a) {
   PPLX_LAUNCHED_SHARED(words);
   PPLX_SHARED(CombineRoundsShared, s);
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
-  note(k, Stage::CombineBegins);
-  Spends::begin();
+  mark_stage(k, Stage::CombineBegins);
+  SpanTimer::begin();
   const std::uint32_t warp = threadIdx.x / 32;
   const bool combines = warp < kCombiners;
   if (combines && threadIdx.x % 32 == 0) s.turns[warp].init();
@@ -71,22 +71,22 @@ __device__ __forceinline__ void run_combine_many_pieces(const CombineArguments& 
   if (!begin_combine(a, step, 0, s.combine)) return;
   if (a.recv) begin_to_close(k, step);
   if (combines) {
-    ManyCombiner<T, kPlain, true> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.turns[warp]);
+    ManyCombiner<T, kMappedOnly, true> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.turns[warp]);
     const std::uint32_t senders = a.recv ? senders_of(gridDim.x, kSumTilesOut * kSumTileBytes, kSendingCombiners) : kCombiners;
     if (a.pieces.begin != a.pieces.end && warp < senders) combiner.send_rounds(senders, s.rounds[warp]);
     const bool good = a.recv && combiner.receive_rounds();
-    if (!kPlain && good && k.slice.of > 1) combiner.take_from_replicas();
+    if (!kMappedOnly && good && k.slice.of > 1) combiner.take_from_replicas();
   } else {
     if (blockIdx.x == 0) forget_rounds(k, a.pieces, step, Op::Dispatch);
-    if (a.pieces.begins) begin_to_send<!kPlain>(a, step, s.combine);
-    if (!kPlain && a.recv && k.slice.of > 1) send_slice_headers(a, step);
-    if (!kPlain && a.recv && k.remote != 0) pass_on_combines(a, step);
-    if (a.recv) receive_all_headers<!kPlain>(a, step);
-    if (!kPlain && a.recv && k.slice.of > 1) receive_slice_headers(a, step);
+    if (a.pieces.begins) begin_to_send<!kMappedOnly>(a, step, s.combine);
+    if (!kMappedOnly && a.recv && k.slice.of > 1) send_slice_headers(a, step);
+    if (!kMappedOnly && a.recv && k.remote != 0) pass_on_combines(a, step);
+    if (a.recv) receive_all_headers<!kMappedOnly>(a, step);
+    if (!kMappedOnly && a.recv && k.slice.of > 1) receive_slice_headers(a, step);
   }
   if (a.recv) close_set(k, step);
-  note(k, Stage::CombineEnds);
-  Spends::end(k);
+  mark_stage(k, Stage::CombineEnds);
+  SpanTimer::end(k);
   stamp(k, Op::Combine, step, begun);
 }
 
@@ -95,9 +95,9 @@ __device__ __forceinline__ void run_combine_many_pieces(const CombineArguments& 
 namespace large_rounds {
 namespace {
 
-template <typename T, bool kPlain>
+template <typename T, bool kMappedOnly>
 __global__ void __launch_bounds__(kCombineManyThreads, 1) combine(const __grid_constant__ CombineArguments a) {
-  run_combine_many_pieces<T, kPlain>(a);
+  run_combine_many_pieces<T, kMappedOnly>(a);
 }
 
 }  // namespace

@@ -33,14 +33,14 @@ __device__ inline std::uint32_t send_rounds(const DispatchArguments& a, RoundSha
   if (is_planner()) {
     if (a.pieces.begins) claim_set<true>(a, s.plan);
     if (a.pieces.begins && !s.plan.taken) return 0;
-    const Spends plans(a.common, Span::Planning);
+    const SpanTimer plans(a.common, Span::Planning);
     RoundPlanner(a, s.plan, sums, planner_memory).plan();
     return 0;
   }
   if (!is_worker()) return 0;
   if (a.pieces.begins) s.plan.claimed.wait();
   if (a.pieces.begins && !s.plan.taken) return 0;
-  const Spends spends(a.common, Span::Counting);
+  const SpanTimer spends(a.common, Span::Counting);
   for (std::uint32_t c = warp * gridDim.x + blockIdx.x; a.ids != nullptr && c < a.chunks; c += kWorkers * gridDim.x)
     if (take_chunk(a, s.plan.step, c)) count_chunk<true>(a, s.plan.step, c, memory, false);
   __syncwarp();
@@ -57,15 +57,15 @@ __device__ __forceinline__ void run_dispatch_in_rounds(const DispatchArguments& 
   PPLX_SHARED(RoundShared, s);
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
-  note(k, Stage::DispatchBegins);
-  Spends::begin();
+  mark_stage(k, Stage::DispatchBegins);
+  SpanTimer::begin();
   const ManyMemory at(k.c);
   char* const launched = reinterpret_cast<char*>(words);
   const std::uint32_t warp = threadIdx.x / 32;
   char* const memory = launched + at.others + (is_worker() ? warp : 0) * kWorkerBytes;
   prepare(s, sending_workers<Mode>(a));
   if (threadIdx.x % 32 == 0 && is_worker())
-    for (std::uint64_t& turns : s.loaded[warp]) turns_init(&turns, 1);
+    for (std::uint64_t& turns : s.loaded[warp]) mbarrier_init(&turns, 1);
   for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kManyPiecesThreads) words[i] = 0;
   const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
   std::uint32_t step = 0, parities = 0;
@@ -92,8 +92,8 @@ __device__ __forceinline__ void run_dispatch_in_rounds(const DispatchArguments& 
     if (kHooks) raise_after_failure(a);
   }
   if (a.send) leave_plan<true>(a, s.last);
-  note(k, Stage::DispatchEnds);
-  Spends::end(k);
+  mark_stage(k, Stage::DispatchEnds);
+  SpanTimer::end(k);
   stamp(k, Op::Dispatch, step, begun);
 }
 

@@ -29,7 +29,7 @@ class ManyReceiver {
   __device__ void receive_rounds(RoundRows& rows) {
     s_.rows_known.wait();
     if (!s_.good) return;
-    const Spends all(k_, Span::Receiving);
+    const SpanTimer all(k_, Span::Receiving);
     Rounds rounds(k_, a_.pieces, step_, s_.rows_begin, Phase::DispatchRecv, kRowsOfRun, parts_, rows);
     bool good = rounds.open(0, kNone);
     for (RoundRun run; good && rounds.find(claim(k_, a_.pieces, step_, Claim::DispatchRecv), run);) {
@@ -62,7 +62,7 @@ class ManyReceiver {
   __device__ void ask(const char* row, std::uint32_t begin, std::uint32_t bytes, std::uint32_t nth) {
     if (threadIdx.x % 32 != 0) return;
     std::uint64_t* const turns = loaded_ + nth % kRowsIn;
-    turns_expect(turns, bytes + end_bytes_);
+    mbarrier_expect(turns, bytes + end_bytes_);
     bulk_load(in(nth), row + begin, bytes, turns);
     bulk_load(in(nth) + kRowPartBytes, row + k_.dispatch.scales_at, end_bytes_, turns);
   }
@@ -70,11 +70,11 @@ class ManyReceiver {
   __device__ bool receive_run(std::uint32_t source, std::uint32_t first, std::uint32_t n, std::uint32_t part) {
     const std::uint32_t lane = threadIdx.x % 32, row_bytes = k_.dispatch.row_bytes;
     {
-      const Spends waits(k_, Span::AwaitingRow);
+      const SpanTimer waits(k_, Span::AwaitingRow);
       const bool good = lane >= n || has_come(rows_ + std::uint64_t{lane} * row_bytes + k_.dispatch.arrival_at, source);
       if (!all_of_warp(good)) return false;
     }
-    note(k_, Stage::RowThere);
+    mark_stage(k_, Stage::RowThere);
     const std::uint32_t begin = part * part_bytes_, bytes = min(part_bytes_, k_.payload_bytes - begin);
     fence_copies();
     await_places();
@@ -84,7 +84,7 @@ class ManyReceiver {
     for (std::uint32_t i = 0; i < n; ++i) {
       const std::uint32_t turn = i % kRowsIn;
       {
-        const Spends waits(k_, Span::AwaitingLoad);
+        const SpanTimer waits(k_, Span::AwaitingLoad);
         await_turn(loaded_ + turn, parities_ >> turn);
       }
       parities_ ^= 1u << turn;
@@ -96,7 +96,7 @@ class ManyReceiver {
       ask(row + std::uint64_t{kRowsIn} * row_bytes, begin, bytes, i + kRowsIn);
     }
     if (kHooks) count_rows_left();
-    note(k_, Stage::RowPlaced);
+    mark_stage(k_, Stage::RowPlaced);
     return placed;
   }
 
@@ -119,7 +119,7 @@ class ManyReceiver {
 
   // All that was stored has been read.
   __device__ void await_places() const {
-    const Spends waits(k_, Span::AwaitingPlaceIn);
+    const SpanTimer waits(k_, Span::AwaitingPlaceIn);
     bulk_await_read<0>();
     __syncwarp();
   }
@@ -127,7 +127,7 @@ class ManyReceiver {
   // A part of a row that is in shared memory, to each of its places.
   __device__ bool place_row(std::uint32_t source, std::uint32_t number, std::uint32_t part, std::uint32_t begin, std::uint32_t bytes,
                             const char* from, char* row) {
-    const Spends places(k_, Span::Placing);
+    const SpanTimer places(k_, Span::Placing);
     const std::uint32_t lane = threadIdx.x % 32;
     const char* const end = from + kRowPartBytes;
     ArrivedRow r;

@@ -53,12 +53,12 @@ struct UntoldRows {
 #pragma unroll
     for (std::uint32_t i = 0; i <= kMostToldTogether; ++i) {
       if (i + but >= tokens || row[i] == nullptr) continue;
-      linger(k, std::uint64_t{step} << 32 | i);
+      fuzz_delay(k, std::uint64_t{step} << 32 | i);
       store_relaxed(row[i] + k.dispatch.arrival_at, word(step));
     }
     if (but != 0) add_first(tokens - 1);
     tokens = but;
-    note(k, Stage::Published);
+    mark_stage(k, Stage::Published);
   }
 
  private:
@@ -80,10 +80,10 @@ class ManySender {
         together_(told_together(a.own, gridDim.x * senders)), bytes_(Tile<Mode>::kQuantises ? k_.c.hidden * dtype_bytes(k_.c.dtype) : k_.payload_bytes) {}
 
   __device__ void send() {
-    const Spends all(k_, Span::Sending);
+    const SpanTimer all(k_, Span::Sending);
     for (std::uint32_t n = 0;; ++n) {
       {
-        const Spends waits(k_, Span::AwaitingPlan);
+        const SpanTimer waits(k_, Span::AwaitingPlan);
         await_turn(plan_.planned + n % 2, n / 2);
       }
       const PlannedChunk& chunk = plan_.chunks[n % 2];
@@ -92,7 +92,7 @@ class ManySender {
       for (std::uint32_t token = number_; token < tokens; token += senders_) send_token(chunk, first, token);
       __syncwarp();
       if (tokens == 0) break;
-      if (threadIdx.x % 32 == 0) turns_arrive(plan_.used + n % 2);
+      if (threadIdx.x % 32 == 0) mbarrier_arrive(plan_.used + n % 2);
     }
     bulk_await_stored<0>();
     tell(0);
@@ -114,7 +114,7 @@ class ManySender {
   __device__ bool ask() {
     for (;;) {
       if (!knows_) {
-        if (!__all_sync(~0u, turn_is_over(plan_.known + chunk_ % 2, chunk_ / 2 & 1))) return false;
+        if (!__all_sync(~0u, phase_wait(plan_.known + chunk_ % 2, chunk_ / 2 & 1))) return false;
         knows_ = true;
         token_ = number_;
         at_ = 0;
@@ -128,7 +128,7 @@ class ManySender {
     const std::uint32_t bytes = min(bytes_ - at_, kTileBytes);
     if (threadIdx.x % 32 == 0) {
       std::uint64_t* const turns = loaded_ + asked_ % kTilesIn;
-      turns_expect(turns, bytes);
+      mbarrier_expect(turns, bytes);
       const std::uint64_t given = token_of<false>(k_, plan_.bounds[chunk_ % 2].first + token_);
       bulk_load(in(asked_), a_.x + given * a_.x_stride + at_, bytes, turns);
     }
@@ -156,7 +156,7 @@ class ManySender {
       tell(0);
     }
     round_ = round;
-    const Spends waits(k_, Span::AwaitingPlan);
+    const SpanTimer waits(k_, Span::AwaitingPlan);
     bool good = has_room_;
     for (std::uint32_t i = threadIdx.x % 32; has_room_ && i < k_.living; i += 32)
       good = await_room(k_, a_.pieces, Phase::DispatchSend, plan_.step, Op::Dispatch, k_.order[i], round) && good;
@@ -184,14 +184,14 @@ class ManySender {
       while (asked_ - used_ < Tile<Mode>::kAhead && ask()) {
       }
       {
-        const Spends waits(k_, Span::AwaitingTile);
+        const SpanTimer waits(k_, Span::AwaitingTile);
         await_turn(loaded_ + used_ % kTilesIn, used_ / kTilesIn);
       }
       send_tile(row, at);
       ++used_;
     }
     {
-      const Spends routes(k_, Span::WritingRoutes);
+      const SpanTimer routes(k_, Span::WritingRoutes);
       const std::uint32_t rows = __popc(__ballot_sync(~0u, entry != kNone));
       write_routes(given, t, entry, row, rows);
       if (a_.scales != nullptr) write_scales(given, row, rows);
@@ -199,7 +199,7 @@ class ManySender {
       ++sent_;
     }
     if (untold_.tokens <= together_) return;
-    const Spends tells(k_, Span::Telling);
+    const SpanTimer tells(k_, Span::Telling);
     await_earlier_tokens();
     tell(1);
   }
@@ -207,7 +207,7 @@ class ManySender {
   // Each lane with a row stores to it.
   __device__ void send_tile(char* row, std::uint32_t at) {
     const std::uint32_t bytes = min(bytes_ - at, kTileBytes);
-    linger(k_, at);
+    fuzz_delay(k_, at);
     if constexpr (!Tile<Mode>::kQuantises) {
       if (row != nullptr) bulk_store(row + at, in(used_), bytes);
       bulk_end_group();
@@ -217,17 +217,17 @@ class ManySender {
       const std::uint32_t elements = bytes / kElementBytes<Mode>, first = at / kElementBytes<Mode>;
       char *const to = out(used_), *const scales_here = scales() + first / 512 * 16;
       {
-        const Spends waits(k_, Span::AwaitingPlaceOut);
+        const SpanTimer waits(k_, Span::AwaitingPlaceOut);
         bulk_await_stored<kTilesOut - 1>();
         __syncwarp();
       }
       {
-        const Spends quantises(k_, Span::Quantising);
+        const SpanTimer quantises(k_, Span::Quantising);
         TileQuantiser<kElementBytes<Mode>>::quantise(k_, in(used_), elements, to, scales_here, [] {});
         fence_shared_copies();
         __syncwarp();
       }
-      const Spends stores(k_, Span::StoringTiles);
+      const SpanTimer stores(k_, Span::StoringTiles);
       if (row != nullptr) {
         bulk_store(row + first, to, (elements + 15) / 16 * 16);
         if (at + kTileBytes >= bytes_) bulk_store(row + k_.dispatch.scales_at, scales(), 16 * k_.scale_pieces);

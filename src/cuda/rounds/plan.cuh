@@ -21,7 +21,7 @@ __device__ inline void tell_round(const DispatchArguments& a, std::uint32_t step
   for (std::uint32_t i = threadIdx.x % 32; i < k.living; i += 32) {
     const std::uint32_t peer = k.order[i];
     if (is_remote(k, peer)) continue;  // the headers of its pieces say so
-    linger(k, begin[peer]);
+    fuzz_delay(k, begin[peer]);
     store_tagged(k, k.peers[peer] + k.heap.round_at(k.c, set_of(k.c, step), k.c.rank, a.pieces.most, round), step, begin[peer], rounds, round);
   }
   __syncwarp();
@@ -59,7 +59,7 @@ class RoundPlanner {
       if (!ends) plan_chunk(n % 2);
       if (p_.begins && number_ == 0) begin_step();
       __syncwarp();
-      if (lane == 0) turns_arrive(s_.planned + n % 2);
+      if (lane == 0) mbarrier_arrive(s_.planned + n % 2);
       if (n == 0 && a_.ids != nullptr) count_all<true>(a_, s_.step, memory_);
       if (ends) break;
       next();
@@ -79,7 +79,7 @@ class RoundPlanner {
   __device__ void tell_bounds(std::uint32_t turn, bool ends) {
     const std::uint32_t first = number_ * a_.tokens_per_chunk;
     s_.bounds[turn] = {first, ends ? 0 : min(a_.own - first, a_.tokens_per_chunk)};
-    turns_arrive(s_.known + turn);
+    mbarrier_arrive(s_.known + turn);
   }
 
   __device__ void begin_step() {
@@ -143,7 +143,7 @@ class RoundPlanner {
     loaded.load<true>(a_, chunk);
     sum_chunks<true>(a_, s_.step, summed_, number_, sums_, memory_);
     summed_ = number_ + 1;
-    const Spends spends(k_, Span::PlacingChunks);
+    const SpanTimer spends(k_, Span::PlacingChunks);
     loaded.ids.keep(a_, chunk, false, ChunkMarks(k_, memory_).ids);
 #pragma unroll
     for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i)

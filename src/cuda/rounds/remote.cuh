@@ -90,17 +90,17 @@ __device__ inline char* piece_for(const Common& k, std::uint32_t step, Op op, st
 // By one thread, which knows that the piece is complete.
 __device__ inline void hand_over(const Common& k, const PieceArguments& p, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t round,
                                  std::uint32_t rows) {
-  linger(k, std::uint64_t{round} << 32 | peer);
+  fuzz_delay(k, std::uint64_t{round} << 32 | peer);
   if (kCarrier) {
     *announced(k, step, op, peer) = arrival_word(k.generation, step);
     put_piece(k, step, op, peer, round, rows);
-    note(k, Stage::Told);
+    mark_stage(k, Stage::Told);
     return;
   }
   set_rows_of_piece(k.heap, k.c, k.host, step, op, peer, round, rows);
   *remote_word(k, p, RemoteWord::Told, step, op, peer) = pieces_word(k.generation, step, round + 1);
   announce<Atomics>(mailbox_of(k, step, op, peer), k.generation, {step, round + 1, true}, *announced(k, step, op, peer));
-  note(k, Stage::Told);
+  mark_stage(k, Stage::Told);
 }
 
 // For a warp whose lanes have stored `more` parts, and waited for what they have stored by bulk. True: the round is complete.
@@ -109,7 +109,7 @@ __device__ inline bool count_parts(const Common& k, const PieceArguments& p, std
   const std::uint32_t place = (set_of(k.c, step) * kPieceOps + static_cast<std::uint32_t>(op)) * kPlaces + round % kPlaces;
   std::uint32_t* const stored = p.remote.stored + place * k.c.world + peer;
   __syncwarp();
-  linger(k, std::uint64_t{round} << 32 | step);
+  fuzz_delay(k, std::uint64_t{round} << 32 | step);
   std::uint32_t before = 0;
   if (threadIdx.x % 32 == 0) {
     before = count_in_order(stored, more);

@@ -85,7 +85,7 @@ static __device__ __noinline__ bool await_round(const Common& k, const void* wor
 
 __device__ inline bool row_has_come(const Common& k, const char* word, Phase phase, std::uint32_t step, std::uint32_t peer, std::uint32_t round) {
   const bool good = says_round(k, word, step, round, true) || await_round(k, word, phase, step, peer, round, Says::Row);
-  linger(k, step);
+  fuzz_delay(k, step);
   return good;
 }
 
@@ -94,7 +94,7 @@ __device__ inline bool piece_has_come(const Common& k, const PieceArguments& p, 
                                       std::uint32_t round) {
   const std::uint64_t* const word = remote_word(k, p, RemoteWord::Landed, step, op, peer);
   const bool good = says_round(k, word, step, round, false) || await_round(k, word, phase, step, peer, round, Says::Landed);
-  linger(k, std::uint64_t{round} << 32 | step);
+  fuzz_delay(k, std::uint64_t{round} << 32 | step);
   return good;
 }
 
@@ -111,7 +111,7 @@ __device__ inline bool await_room(const Common& k, const PieceArguments& p, Phas
                                   std::uint32_t round) {
   const bool good = has_room(k, p, step, op, peer, round) ||
                     await_round(k, read_word(k, p, step, op, peer, round), phase, step, peer, round - kPlaces, Says::Read);
-  linger(k, std::uint64_t{round} << 32 | peer);
+  fuzz_delay(k, std::uint64_t{round} << 32 | peer);
   return good;
 }
 
@@ -138,7 +138,7 @@ __device__ inline void finish_unit(const Common& k, const PieceArguments& p, std
   if (first) more += kAllParts - units + (round == 0 ? kRoundBefore : 0);
   for (; round + kPlaces < all; ++round, more = kRoundBefore) {  // nobody comes after the last ones
     __syncwarp();
-    linger(k, std::uint64_t{round} << 32 | step);
+    fuzz_delay(k, std::uint64_t{round} << 32 | step);
     std::uint32_t before = 0;
     if (threadIdx.x % 32 == 0)
       before = count_in_order(counts_of_set(k, p, step) + kClaims + static_cast<std::uint32_t>(op) * p.most + round, more);
