@@ -32,9 +32,7 @@
 // word in device memory (src/cuda/remote/proxy.cuh).
 #pragma once
 
-#include "both.h"
 #include "heap.h"
-#include "step.h"
 
 namespace pplx {
 

@@ -34,12 +34,10 @@
 // src/cuda/rounds/remote.cuh. Where kernels drive the network themselves, signals take the place of `pieces` and `consumed` (signals.h).
 #pragma once
 
-#include "block.h"
+#include "heap.h"
 
 namespace pplx {
 
-inline constexpr std::uint32_t kPlaces = 2;
-inline constexpr std::uint32_t kPieceOps = 2;           // dispatch and combine; weights blocks are small, and always whole
 inline constexpr std::uint32_t kMostPieces = 0xffff;
 
 // Bytes of all slots in a set, for dispatch and combine blocks of `rows` rows.
@@ -82,6 +80,11 @@ struct BlockShape {
   constexpr std::uint32_t begin(std::uint32_t piece) const { return piece * piece_rows; }
   constexpr std::uint32_t end(std::uint32_t piece) const { return piece + 1 >= pieces ? rows : (piece + 1) * piece_rows; }
 };
+
+constexpr BlockShape shape_of(const Heap& h, std::uint32_t rows) {
+  if (rows <= h.slot_rows) return {rows, 1, rows > 0 ? rows : 1};
+  return {rows, ceil_div(rows, h.piece_rows), h.piece_rows};
+}
 
 // How many credits a sender can still use: a piece that follows two later ones has a place without them.
 constexpr std::uint32_t useful_credits(const BlockShape& shape) { return shape.pieces > kPlaces ? shape.pieces - kPlaces : 0; }

@@ -9,14 +9,6 @@
 
 namespace pplx {
 
-struct Slice {
-  std::uint32_t number = 0, of = 1;
-
-  constexpr bool has(std::uint32_t token) const { return token % of == number; }
-  constexpr std::uint32_t tokens(std::uint32_t all) const { return (all + of - 1 - number) / of; }
-  constexpr std::uint32_t token(std::uint32_t i) const { return number + i * of; }
-};
-
 constexpr std::uint32_t first_replica(const Config& c, std::uint32_t rank) { return rank / c.replicas * c.replicas; }
 
 // The living members of a rank's group deal the tokens out between them. `alive` null: all are.

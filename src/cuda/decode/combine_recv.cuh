@@ -6,7 +6,7 @@
 
 namespace pplx::cuda {
 
-// Whether it is what this rank expects; fails otherwise.
+// Returns true if a header is what this rank expects; fails otherwise.
 __device__ inline bool check_combine_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, std::uint32_t rows,
                                             std::uint32_t its_flags) {
   const Common& k = a.common;
@@ -30,7 +30,7 @@ __device__ inline void receive_header(const CombineArguments& a, std::uint32_t s
     fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, peer, piece.z);
 }
 
-// This lane's row of one of this rank's tokens, if it has so many. Known before the send half: loaded early.
+// Returns this lane's row of one of this rank's tokens, or kNone. The plan is known before the send half, so it is loaded early.
 __device__ inline std::uint32_t load_token_row(const CombineArguments& a, std::uint32_t unit) {
   const std::uint32_t lane = threadIdx.x % 32, token = a.received_in.by_strips.divide(unit);
   return lane < a.common.c.top_k && token < a.own && !a.release
@@ -45,7 +45,7 @@ struct ArrivingStrips {
   std::uint32_t begin, end;  // begin: this lane's
   uint4 v[kRows][kReceivedVectors];
   char* row[kRows];
-  std::uint32_t there = 0;  // those of remote blocks, whose places nobody needs to find blank: a bit each
+  std::uint32_t there = 0;  // rows of remote blocks, whose places need not be blank again: a bit each
   std::uint32_t missing = 0;  // pieces, a bit each
 
   __device__ ArrivingStrips(std::uint32_t begin, std::uint32_t end) : begin(begin), end(end) {}
@@ -142,7 +142,7 @@ __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t st
 // A thread block's nth unit, which its warps take in turn. Neighbours go to different multiprocessors.
 __device__ inline std::uint32_t receive_unit(std::uint32_t nth) { return nth * gridDim.x + blockIdx.x; }
 
-// The first unit of a warp, before it has asked. The first warp, which looks for shares that nobody sends, comes last.
+// Returns the first unit of a warp, before any claim. The first warp, which looks for untaken shares, comes last.
 __device__ inline std::uint32_t first_of_warp() { return (threadIdx.x / 32 + kCombineWarps - 1) % kCombineWarps; }
 
 // Peers' headers, by the last warps, which have the least to do with a small step.
@@ -154,7 +154,7 @@ __device__ inline void receive_headers(const CombineArguments& a, std::uint32_t 
     if (threadIdx.x % 32 == 0 && (kMappedOnly || !is_remote(k, k.order[i]))) receive_header(a, step, k.order[i]);
 }
 
-// For each warp.
+// Receives what is this warp's, and the peers' headers.
 template <typename T, bool kMappedOnly, bool kPieces>
 __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
   const Common& k = a.common;

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "../common/step.cuh"
-#include "../common/gate.cuh"
 #include "../common/sum.cuh"
 
 namespace pplx::cuda {
@@ -16,17 +15,17 @@ struct CombineShared {
   Once claimed;  // mine
   bool mine;  // this block's own share was still to be had
   bool may_send;  // the blocks of remote peers may be written
-  std::uint32_t rows_begin[kMaxPeers + 1];  // by source; [world]: all of them
+  std::uint32_t rows_begin[kMaxPeers + 1];  // each source's first; [world]: all of them
   std::uint64_t many;  // see ReceivedView
   std::uint32_t sent;  // units of this thread block that warps have begun, beyond the first of each sender
   std::uint32_t received;  // units of this thread block that its warps have begun
-  std::uint32_t entries[kCombineThreads];  // what each lane has loaded of its warp's first unit to receive
+  std::uint32_t entries[kCombineThreads];  // each lane's row of its warp's first unit to receive
 };
 
-// Whether a source has many tokens: its rows have arrival words.
+// Returns true if a source has many tokens: its rows have arrival words.
 __device__ inline bool has_many(const CombineShared& s, std::uint32_t source) { return (s.many >> source & 1) != 0; }
 
-// By the whole block: whether this launch may work on its step. What later decisions need is in shared memory then.
+// Returns true if this launch may work on its step. All threads of the block call it; what later decisions need is in shared memory then.
 // received: units that its warps begin with.
 __device__ inline bool begin_combine(const CombineArguments& a, std::uint32_t& step, std::uint32_t received, CombineShared& s) {
   const Common& k = a.common;
@@ -49,8 +48,8 @@ __device__ inline bool begin_combine(const CombineArguments& a, std::uint32_t& s
 
 // The send units of a launch, in the order in which they are dealt out.
 struct CombineUnits {
-  bool small = false;  // all at once: their order is nobody's concern, and a warp knows its row before it knows how many there are
-  std::uint32_t together = 1, runs = 0;  // of a row: runs of so many strips
+  bool small = false;  // all at once: their order does not matter, and a warp knows its row before it knows how many there are
+  std::uint32_t together = 1, runs = 0;  // a row goes in `runs` runs of `together` strips
   std::uint32_t headers = 0, all = 0;  // where each kind ends
   std::uint32_t common = 0;  // rows that every source has; in large steps
 
@@ -71,7 +70,7 @@ struct CombineUnits {
     if (!small) common = common_rows(k, s);
   }
  private:
-  // For a warp.
+  // Returns the least number of rows of any source. All lanes of a warp call it.
   __device__ std::uint32_t common_rows(const Common& k, const CombineShared& s) const {
     std::uint32_t least = k.most_rows;
     for (std::uint32_t r = threadIdx.x % 32; r < k.c.world; r += 32)
@@ -82,7 +81,7 @@ struct CombineUnits {
   }
 };
 
-// Which unit is a share's nth. Each round begins one further on: else a share could have rows of one source alone.
+// Returns a share's nth unit. Each round begins one further on: else a share could have rows of one source alone.
 __device__ inline std::uint32_t unit_of_share(std::uint32_t share, std::uint32_t nth) {
   std::uint32_t in_round = share + nth;
   while (in_round >= gridDim.x) in_round -= gridDim.x;
@@ -118,7 +117,7 @@ struct RowOfUnit {
   }
 };
 
-// What all ranks of a step must have in common.
+// Returns the flags that all ranks of a step must have in common.
 __device__ inline std::uint32_t flags_of(const CombineArguments& a) {
   return (a.release ? kReleased : 0u) | (a.uses_weights ? kUsesWeights : 0u) | (a.has_tail ? kHasTail : 0u);
 }
@@ -170,14 +169,14 @@ struct Places {
   }
 };
 
-// This block's own share is sent by nobody else: asked when the first sums are ready.
+// Returns true if this warp may store. It asks when its first sums are ready: another block may have taken this block's own share.
 __device__ inline bool may_store(CombineShared& s, bool own) {
   if (!own) return true;
   s.claimed.wait();
   return s.mine;
 }
 
-// Of a row with n choices here: what goes back to its source.
+// Sums a row with n choices here, for its source.
 template <typename T, int kVectors>
 __device__ inline void sum_row(const CombineArguments& a, const Places& places, std::uint32_t n, std::uint32_t begin, std::uint32_t end,
                                Sums<T, kVectors>& sums) {
@@ -191,7 +190,7 @@ __device__ inline void sum_row(const CombineArguments& a, const Places& places, 
   sums.add(n, begin, end, pointer, weight_of);
 }
 
-// Which of the rows that are sent a run of strips is of.
+// Returns the row, among all that are sent, of a run of strips.
 __device__ inline std::uint32_t row_of_run(const CombineArguments& a, const CombineUnits& units, std::uint32_t run) {
   return units.runs == 1 ? run : units.small ? a.sent.by_strips.divide(run) : a.sent.by_runs.divide(run);
 }
@@ -254,7 +253,7 @@ __device__ inline void send_unit(const CombineArguments& a, std::uint32_t step, 
   if (may_store(s, own)) send_combine_header<kMappedOnly>(a, step, k.order[unit], s, units.runs);
 }
 
-// What a warp loads before the kernel knows how many rows there are: its first unit, if the step is a small one.
+// Loads a warp's first unit, if the step is a small one, before the kernel knows how many rows there are.
 template <bool kMappedOnly>
 __device__ inline void load_first_places(const CombineArguments& a, Places& places) {
   const Common& k = a.common;
@@ -264,7 +263,7 @@ __device__ inline void load_first_places(const CombineArguments& a, Places& plac
   if (at < k.c.world * k.most_rows) places.load<kMappedOnly>(a, at);
 }
 
-// For each warp that sends. The first one then looks for shares that nobody has begun; it sends those alone.
+// Sends this block's share: all its sending warps. The first warp then looks for untaken shares, and sends those alone.
 template <typename T, bool kMappedOnly, int kVectors>
 __device__ inline void send_combine(const CombineArguments& a, std::uint32_t step, const CombineUnits& units, std::uint32_t senders,
                                     Places& places, CombineShared& s) {

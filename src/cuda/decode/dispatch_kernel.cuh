@@ -1,9 +1,9 @@
 // The kernels of dispatch(): one launch, or one per half.
 #pragma once
 
+#include "../common/choice.h"
 #include "dispatch_recv.cuh"
 #include "dispatch_send.cuh"
-#include "../host/launch_table.h"
 
 namespace pplx::cuda {
 namespace {
@@ -22,14 +22,19 @@ struct WholeBlocks {
   static constexpr bool kPieces = false;
 };
 
-// kMappedOnly: all peers are on this node, at most 32 and none dead, there are no replicas, and the plan is made from ids. The other kernels
-// can do all. kHooks: the caller's kernels hear of what has come. Rounds: how blocks come. What this rank sends is whole.
+// Warps behind the senders with a part of their own. The last two, and all others, place rows once they have done theirs.
+inline constexpr std::uint32_t kPublisher = kSenderWarps, kRowCounter = kPublisher + 1, kRowPlacer = kPublisher + 2, kProxyWatcher = kPublisher + 3;
+static_assert(kProxyWatcher < kDispatchWarps);
+
+// kMappedOnly: see is_mapped_only(); the other kernels handle every case. kHooks: the launch raises words of hooks. Rounds: how blocks come;
+// those that this rank sends are whole.
 template <typename Mode, bool kMappedOnly, bool kHooks, typename Rounds = WholeBlocks>
 __device__ __forceinline__ void run_dispatch(const DispatchArguments& a) {
   using Shared = std::conditional_t<Rounds::kPieces, DispatchRoundsShared<Rounds>, DispatchShared>;
   PPLX_LAUNCHED_SHARED(words);  // the send half's counts by expert, then the receive half's places
   PPLX_SHARED(Shared, s);
   const Common& k = a.common;
+  const std::uint32_t warp = threadIdx.x / 32;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
   mark_stage(k, Stage::DispatchBegins);
   if (threadIdx.x == 0) {
@@ -39,36 +44,42 @@ __device__ __forceinline__ void run_dispatch(const DispatchArguments& a) {
   }
   if (threadIdx.x < kMaxPeers) s.receive.choices[threadIdx.x] = 0;
   std::uint32_t step = 0;
+  EarlyLoads<Mode, kMappedOnly> early;
   if (a.send) {
-    EarlyLoads<Mode, kMappedOnly> early;
-    if (is_publisher()) {
-      read_step(a, s.send);
-    } else if (is_sender()) {
+    if (warp < kSenderWarps) {
       early.load(a, blockIdx.x);
       forget_counts(k, s.send, words);
+    } else if (warp == kPublisher) {
+      read_step(a, s.send);
     }
     __syncthreads();
     mark_stage(k, Stage::Claimed);
     step = s.send.step;
-    if (is_sender()) send_dispatch<Mode, kMappedOnly>(a, early, s.send, words);
-    if (is_publisher()) publish_dispatch<kMappedOnly>(a, s.send);
   } else if (!find_open_step(a, step)) {
-    if (kHooks) raise_after_failure(a);
+    if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);
     return;
   }
+
+  const Experts experts{words + align_up(k.c.num_experts, kNumbersOfPiece), k.expert_pieces};
+  if (warp < kSenderWarps) {
+    if (a.send) send_dispatch<Mode, kMappedOnly>(a, early, s.send, words);
+  } else if (warp == kPublisher) {
+    if (a.send) publish_dispatch<kMappedOnly>(a, s.send);
+  } else if (warp == kRowCounter) {
+    if (a.recv) count_rows(a, step, s.receive);
+    if constexpr (Rounds::kPieces)
+      if (a.recv) Rounds::hear(a, step, s.receive);
+  } else if (warp == kRowPlacer) {
+    if (a.recv) place_rows<kMappedOnly, kHooks>(a, step, s.receive, experts);
+  } else if constexpr (!kMappedOnly) {
+    if (warp == kProxyWatcher && a.recv && k.remote != 0) DispatchExtras<kMappedOnly>::template pass_on<Rounds::kPieces>(a, step);
+  }
   if (a.recv) {
-    const Experts experts{words + align_up(k.c.num_experts, kNumbersOfPiece), k.expert_pieces};
-    if (counts_rows()) count_rows(a, step, s.receive);
     if constexpr (Rounds::kPieces)
-      if (counts_rows()) Rounds::hear(a, step, s.receive);
-    if (places_rows()) place_rows<kMappedOnly, kHooks>(a, step, s.receive, experts);
-    if constexpr (!kMappedOnly)
-      if (k.remote != 0 && looks_after_proxy()) DispatchExtras<kMappedOnly>::template pass_on<Rounds::kPieces>(a, step);
-    if constexpr (Rounds::kPieces)
-      Rounds::template receive<kMappedOnly, kHooks>(a, step, s.receive, experts, s.rounds[warp_of_block()]);
+      Rounds::template receive<kMappedOnly, kHooks>(a, step, s.receive, experts, s.rounds[warp]);
     else
       receive_dispatch<kMappedOnly, kHooks>(a, step, s.receive, experts);
-    if (kHooks) raise_after_failure(a);
+    if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);
   }
   mark_stage(k, Stage::DispatchEnds);
   stamp(k, Op::Dispatch, step, begun);

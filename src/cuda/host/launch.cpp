@@ -1,6 +1,9 @@
 // The calls of an Exchange that launch: from what Python gives to what a kernel takes.
 #include <algorithm>
 
+#include "../../protocol/hooks.h"
+#include "../large/tuning.h"
+#include "../plan/plan_layout.h"
 #include "exchange.h"
 #include "on_device.h"
 

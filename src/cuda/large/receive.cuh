@@ -5,6 +5,8 @@
 
 #include "../decode/dispatch_recv.cuh"
 #include "../plan/runs.cuh"
+#include "span_timer.cuh"
+#include "tuning.h"
 
 namespace pplx::cuda {
 
@@ -149,7 +151,7 @@ class RowCarrier {
     }
     if (quantised(k_.c.wire)) place_scales(r, copies, end.scales, row, blank);
     place_words(a_, r);
-    if (kHooks) count_placed(a_, r.place, a_.hooks.row_units);
+    if constexpr (kHooks) HookWords<kHooks>::count_placed(a_, r.place, a_.hooks.row_units);
     return true;
   }
 

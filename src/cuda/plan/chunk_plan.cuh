@@ -9,7 +9,8 @@
 #pragma once
 
 #include "../common/step.cuh"
-#include "../common/gate.cuh"
+#include "../large/span_timer.cuh"
+#include "../large/tuning.h"
 #include "../extras/replicas_of_chunks.cuh"
 #include "token_plan.cuh"
 #include "../rounds/remote.cuh"

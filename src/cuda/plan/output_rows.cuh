@@ -2,7 +2,6 @@
 #pragma once
 
 #include "counts.cuh"
-#include "../common/rows.cuh"
 
 namespace pplx::cuda {
 
@@ -10,7 +9,7 @@ namespace pplx::cuda {
 struct ArrivedRow {
   std::uint32_t source, at;  // at: among the rows of all sources
   std::uint32_t token, choices;  // choices: a bit each
-  std::uint32_t expert, place;  // of this lane's choice; place is kNone where there is none, or the output is too small
+  std::uint32_t expert, place;  // this lane's choice; place: its output row, kNone if there is none or the output is too small
   float weight;
 };
 
@@ -121,7 +120,7 @@ __device__ inline void zero_padding(const DispatchArguments& a, const Experts& e
       a.out.src_rank[place] = a.out.src_token[place] = -1;
     }
   }
-  if (kHooks) count_cleared(a, e.at(k.c.world, expert), min(end, k.c.max_rows));
+  if constexpr (kHooks) HookWords<kHooks>::count_cleared(a, e.at(k.c.world, expert), min(end, k.c.max_rows));
 }
 
 }  // namespace pplx::cuda

@@ -1,5 +1,6 @@
 // dispatch() of few tokens, in an AllToAll in pieces. One kernel does every case; another one raises words of hooks, too.
 #include "../decode/dispatch_kernel.cuh"
+#include "../extras/hooks.cuh"
 #include "../remote/dispatch_extras.cuh"
 #include "decode_dispatch.cuh"
 

@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../decode/dispatch_recv.cuh"
+#include "../extras/hooks.cuh"
 #include "../plan/chunk_plan.cuh"
 #include "heard.cuh"
 
@@ -114,7 +115,7 @@ class ManyReceiver {
   }
   __device__ void count(std::uint32_t place) const {
     fence_copies();
-    if (__any_sync(~0u, place != kNone)) count_placed(a_, place, a_.hooks.bulk_part_units);
+    if (__any_sync(~0u, place != kNone)) HookWords<true>::count_placed(a_, place, a_.hooks.bulk_part_units);
   }
 
   // All that was stored has been read.
