@@ -64,8 +64,8 @@ struct BlockLayout {
   constexpr std::uint64_t row_at(std::uint64_t row) const { return header_bytes + row * row_bytes; }
 };
 
-// On a GPU a long row begins at a line of memory: a copy of a line that lies across two is two of them, also for a link. 4,096 tokens of 7168
-// numbers on 24 multiprocessors of two H200: combine 228 us in place of 240.
+// On a GPU a long row begins at a line of memory: a copy of a line that lies across two is two of them, also for a link. 4,096
+// tokens of 7168 numbers on 24 multiprocessors of two H200: combine 228 us in place of 240.
 inline constexpr std::uint32_t kLine = 128, kLongRow = 2048;
 constexpr std::uint64_t block_alignment(const Config& c) { return c.on_gpu ? kLine : 64; }
 constexpr std::uint64_t row_alignment(const Config& c, std::uint64_t bytes, std::uint64_t least) { return c.on_gpu && bytes >= kLongRow ? kLine : least; }
@@ -103,7 +103,8 @@ constexpr BlockLayout block_layout(const Config& c, Op op) {
   return op == Op::Dispatch ? dispatch_block(c) : op == Op::Combine ? combine_block(c) : weights_block(c);
 }
 
-// Rows of the parts of a block for another node (parts.h): four pairs of equal parts. A pair has 2^growth_log times the rows of the one before.
+// Rows of the parts of a block for another node (parts.h): four pairs of equal parts. A pair has 2^growth_log times the rows of the
+// one before.
 struct PartSizes {
   std::uint32_t first_log = 31;    // rows of a part of the first pair, as a power of two
   std::uint32_t growth_log = 0;

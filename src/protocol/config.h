@@ -1,5 +1,5 @@
-// The configuration of one AllToAll: the plain struct that crosses from Python to C++ to the kernels, and the arithmetic on it: sizes,
-// experts and ranks, steps, slices. Every function here is constexpr, so host and device share it.
+// The configuration of one AllToAll: the plain struct that crosses from Python to C++ to the kernels, and the arithmetic on it:
+// sizes, experts and ranks, steps, slices. Every function here is constexpr, so host and device share it.
 #pragma once
 
 #include <cstddef>

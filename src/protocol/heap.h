@@ -1,12 +1,13 @@
-// A rank's memory, and where everything in it is; heap_layout.h computes it. The part that peers write into comes first and is the same on
-// every rank; what only this rank and its proxy touch follows.
+// A rank's memory, and where everything in it is; heap_layout.h computes it. The part that peers write into comes first and is the
+// same on every rank; what only this rank and its proxy touch follows.
 //
 //   aborts | arrival[set][signal][peer] | pieces[set][op][peer] | consumed[set][op][peer] | counts[set][s], rounds[set][s] | recv[set][s] | back[set][d] |
 //   weights[set][s] | slices[set][replica] | offers[set][peer] | made[buffer] ||
 //   mailbox | credits | outgoing | sent | left, rows in pieces | send areas
 //
-// The words are explained in abort.h, arrival.h (arrival, counts), pieces.h (pieces, consumed, rounds, left) and mailbox.h (mailbox, credits,
-// outgoing, sent); blocks in block.h. Only an AllToAll in pieces has the words that count them; one in parts has the first of these (parts.h).
+// The words are explained in abort.h, arrival.h (arrival, counts), pieces.h (pieces, consumed, rounds, left) and mailbox.h
+// (mailbox, credits, outgoing, sent); blocks in block.h. Only an AllToAll in pieces has the words that count them; one in parts has
+// the first of these (parts.h).
 #pragma once
 
 #include "block.h"
@@ -20,8 +21,8 @@ constexpr Signal signal_of(Op op) {
   return op == Op::Dispatch ? Signal::Dispatch : op == Op::Combine ? Signal::Combine : Signal::Weights;
 }
 
-// Counts travel as pieces of sixteen bytes, four numbers each: those of the local experts. Another piece begins with the rows, and where
-// there are replicas one has what they compare: the number of tokens, and the digest of their ids, 21 bits in each number.
+// Counts travel as pieces of sixteen bytes, four numbers each: those of the local experts. Another piece begins with the rows, and
+// where there are replicas one has what they compare: the number of tokens, and the digest of their ids, 21 bits in each number.
 inline constexpr std::uint32_t kNumbersOfPiece = 4;
 constexpr std::uint32_t expert_pieces(const Config& c) { return ceil_div(experts_per_rank(c), kNumbersOfPiece); }
 

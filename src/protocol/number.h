@@ -1,6 +1,6 @@
-// Number formats, bit by bit: bf16, fp16 and e4m3 to and from fp32, round to nearest even. Scales and e8m0 are in wire.h. Static, not inline:
-// files built for different instruction sets must not share one copy. Processors with instructions for codes use those; test_number and
-// tests/gpu compare them with these.
+// Number formats, bit by bit: bf16, fp16 and e4m3 to and from fp32, round to nearest even. Scales and e8m0 are in wire.h. Static,
+// not inline: files built for different instruction sets must not share one copy. Processors with instructions for codes use those;
+// test_number and tests/gpu compare them with these.
 #pragma once
 
 #include <cstdint>

@@ -1,12 +1,12 @@
-// Parts of a block for another node: on GPUs, a block that fits its slot leaves in up to eight of them, so that the network works while
-// the rest is still being stored, and rows are read while later ones come.
+// Parts of a block for another node: on GPUs, a block that fits its slot leaves in up to eight of them, so that the network works
+// while the rest is still being stored, and rows are read while later ones come.
 //
-// Part p has the rows [begin(p), begin(p + 1)), the last one what is left; part 0 has the header, too. Where parts begin follows from the
-// configuration alone: a warp that stores a row need not know how many there will be. There are four pairs of parts, equal within a
-// pair; a pair's are 2^growth_log times the last pair's.
+// Part p has the rows [begin(p), begin(p + 1)), the last one what is left; part 0 has the header, too. Where parts begin follows
+// from the configuration alone: a warp that stores a row need not know how many there will be. There are four pairs of parts, equal
+// within a pair; a pair's are 2^growth_log times the last pair's.
 //
-// Parts may arrive in any order; those that stand complete from the first on are counted in pieces[set][op][peer] (pieces.h), by the proxy.
-// The arrival word rises with part 0.
+// Parts may arrive in any order; those that stand complete from the first on are counted in pieces[set][op][peer] (pieces.h), by
+// the proxy. The arrival word rises with part 0.
 #pragma once
 
 #include "pieces.h"

@@ -1,8 +1,9 @@
 // Large steps: blocks in numbered pieces, for an AllToAll whose slots do not hold max_tokens rows.
 //
-// A slot has two places. A block of at most slot_rows rows is whole: it takes both, as a slot of full size would be taken. A larger one
-// goes in pieces of piece_rows rows, the last one with what is left. Each piece is a block of its own, header and rows, and piece p
-// lies in place p mod 2. The header of every piece has the rows and the pieces of the whole block; that of piece 0 has the counts.
+// A slot has two places. A block of at most slot_rows rows is whole: it takes both, as a slot of full size would be taken. A larger
+// one goes in pieces of piece_rows rows, the last one with what is left. Each piece is a block of its own, header and rows, and
+// piece p lies in place p mod 2. The header of every piece has the rows and the pieces of the whole block; that of piece 0 has the
+// counts.
 //
 // Three words for each set, op and peer count pieces, in the form of pieces_word():
 //
@@ -15,9 +16,9 @@
 //
 // A word of another step or another generation counts no pieces, so none of them is ever reset.
 //
-// GPUs cut a step by tokens, not each block by rows: the kernels of a rank cannot wait for one peer's piece while another
-// peer waits for them. Round k is tokens [k * S, (k + 1) * S) of every rank that has more than a step of few has; a token sends a peer one
-// row at most, so S rows are room enough. A rank that sends whole blocks, as in a step of few, sends them in round 0.
+// GPUs cut a step by tokens, not each block by rows: the kernels of a rank cannot wait for one peer's piece while another peer
+// waits for them. Round k is tokens [k * S, (k + 1) * S) of every rank that has more than a step of few has; a token sends a peer
+// one row at most, so S rows are room enough. A rank that sends whole blocks, as in a step of few, sends them in round 0.
 //
 //   places    a slot has 2 * S rows behind one header. Rows of round k take those from (k mod 2) * S on, in their order, so a row of a slot has
 //             its parts where rows of whole blocks have them
@@ -30,8 +31,9 @@
 // All ranks pass the rounds in order, whatever their tokens, so ranks do not wait in a circle: the earliest round that is not read
 // yet waits for nothing but itself.
 //
-// Between nodes a round is a piece, with the words of above and a header of its own, which has the first and the last of its rows (block.h):
-// src/cuda/rounds/remote.cuh. Where kernels drive the network themselves, signals take the place of `pieces` and `consumed` (signals.h).
+// Between nodes a round is a piece, with the words of above and a header of its own, which has the first and the last of its rows
+// (block.h): src/cuda/rounds/remote.cuh. Where kernels drive the network themselves, signals take the place of `pieces` and
+// `consumed` (signals.h).
 #pragma once
 
 #include "heap.h"

@@ -1,6 +1,6 @@
-// Replicas: ranks in a row that hold the same tokens, as the ranks of a tensor parallel group do. Of the t tokens of a step each sends
-// those of its own slice, t = slice mod slices, and adds up what comes back for them; the rows of the output that it finished so it
-// stores into the others' slices[set][replica]. Replicas share a node.
+// Replicas: ranks in a row that hold the same tokens, as the ranks of a tensor parallel group do. Of the t tokens of a step each
+// sends those of its own slice, t = slice mod slices, and adds up what comes back for them; the rows of the output that it finished
+// so it stores into the others' slices[set][replica]. Replicas share a node.
 #pragma once
 
 #include <vector>

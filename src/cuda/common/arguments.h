@@ -5,14 +5,14 @@
 //   send units    its own share first, then untaken ones: common/step.cuh
 //   receive units each waits only for what a peer sends
 //
-// Units that send never wait for one that receives, nor behind one: a thread block has warps for each. A replica sends the others what it
-// finishes. Those units, in the receive half of a combine, are claimed, and come before all that wait for replicas.
+// Units that send never wait for one that receives, nor behind one: a thread block has warps for each. A replica sends the others
+// what it finishes. Those units, in the receive half of a combine, are claimed, and come before all that wait for replicas.
 //
 // So a unit waits only for peers, or for units that running thread blocks hold: one resident thread block suffices, whatever else
 // runs on the GPU. The step's number is in device memory: a launch that carried one would be wrong when a captured graph replays.
 //
-// Every thread block makes the plan for itself, from the ids: the rows and choices before its tokens are a count over all earlier tokens,
-// in any order, so no thread block waits for another's.
+// Every thread block makes the plan for itself, from the ids: the rows and choices before its tokens are a count over all earlier
+// tokens, in any order, so no thread block waits for another's.
 #pragma once
 
 #include "../../protocol/heap.h"
@@ -72,7 +72,8 @@ inline constexpr std::uint32_t kFlagsAlike = kReleased | kUsesWeights | kHasTail
 // The same for how many tokens replicas passed; where that is equal, their ids differ.
 inline constexpr std::uint64_t kTokens = 1ull << 62;
 
-// The same for blocks in pieces: `expected` has the round, and whether it is waited for that the peer reads it, not that it sends it.
+// The same for blocks in pieces: `expected` has the round, and whether it is waited for that the peer reads it, not that it sends
+// it.
 inline constexpr std::uint64_t kRound = 1ull << 60, kToBeRead = 1ull << 59;
 
 // Division by a number that stays the same, for small dividends: dividend * divisor below 2^32.
@@ -105,7 +106,7 @@ struct Common {
   bool scales_in_pieces = false;  // they lie in the output as they came
   std::uint32_t row_bytes = 0;  // a combine row's
   std::uint32_t most_rows = 0;  // a block's
-  std::uint32_t word_rows = kNone;  // combine: a rank of at least that number of tokens gets rows with arrival words; others' show that they came
+  std::uint32_t word_rows = kNone;  // combine: rows for a rank of at least that number of tokens have arrival words
   Slice slice;  // the tokens that this rank sends, and finishes
   std::uint64_t replicas = 0;  // the others that live and hold the same tokens, a bit each
   std::uint32_t living = 0;
@@ -148,8 +149,8 @@ struct PlanView {
   std::uint32_t* token_rows = nullptr;  // [own, top_k]: rank << 20 | row, ranks ascending, then kNone
 };
 
-// How thread blocks plan a dispatch of many tokens together. Device memory; launches that send run one after the other. The last thread
-// block to leave makes all of the first five 0 again.
+// How thread blocks plan a dispatch of many tokens together. Device memory; launches that send run one after the other. The last
+// thread block to leave makes all of the first five 0 again.
 struct ChunkCounts {
   std::uint32_t* next = nullptr;  // chunk that is sent next
   std::uint32_t* counted = nullptr;  // chunks
@@ -163,14 +164,15 @@ struct ChunkCounts {
 // Choices by expert, then rows by rank, in pieces of sixteen bytes.
 constexpr std::uint32_t chunk_columns(const Config& c) { return static_cast<std::uint32_t>(align_up(c.num_experts + c.world, 8)); }
 
-// Counts of an AllToAll in pieces, by set, in device memory: work that warps have claimed, of all thread blocks in one order, and done units of
-// each round. The receive half of a dispatch zeroes those of combines, a combine those of the dispatch. CombineAside: small steps look for
-// room at remote peers, large ones send headers for replicas.
+// Counts of an AllToAll in pieces, by set, in device memory: work that warps have claimed, of all thread blocks in one order, and
+// done units of each round. The receive half of a dispatch zeroes those of combines, a combine those of the dispatch. CombineAside:
+// small steps look for room at remote peers, large ones send headers for replicas.
 enum class Claim : std::uint32_t { DispatchRecv, CombineSend, CombineRest, CombineRecv, CombineAside };
 inline constexpr std::uint32_t kClaims = 5;
 constexpr std::uint32_t round_counts(std::uint32_t most) { return kClaims + kPieceOps * most; }
 
-// Words of an AllToAll in pieces for peers of other nodes (rounds/remote.cuh): device memory, by set, op and peer, as pieces_word().
+// Words of an AllToAll in pieces for peers of other nodes (rounds/remote.cuh): device memory, by set, op and peer, as
+// pieces_word().
 enum class RemoteWord : std::uint32_t { Told, Landed, Room };
 inline constexpr std::uint32_t kRemoteWords = 3;
 struct RemoteRounds {
@@ -190,7 +192,7 @@ struct PieceArguments {
   std::uint32_t* counts = nullptr;  // [in_flight][round_counts]
   std::uint32_t* kept = nullptr;  // [world][1 + most], of the handle: rounds of each source, and its rows before each
   RemoteRounds remote;  // none where all peers are of this node
-  unsigned long long* digest = nullptr;  // dispatch, with replicas: sum over all ids that were counted; 0 between launches that send
+  unsigned long long* digest = nullptr;  // dispatch, with replicas: sum over all counted ids; 0 between launches that send
 };
 
 // The rows that a rank received, those of all sources back to back, and where each choice went. The handle keeps them.
@@ -200,7 +202,7 @@ struct ReceivedView {
   std::uint32_t* rows_begin = nullptr;  // [world + 1], by source
   std::uint64_t* many = nullptr;  // sources whose rows of combine have arrival words (word_rows), a bit each
   std::uint32_t* choices = nullptr;  // [rows]: a bit per k, as in the route
-  std::uint32_t* place = nullptr;  // [rows, top_k]: output row of each choice, or kNone; Compact: [rows]
+  std::uint32_t* out_row = nullptr;  // [rows, top_k]: each choice's, or kNone; Compact: [rows]
   float* weight = nullptr;  // [rows, top_k]; not Compact
 };
 
@@ -271,14 +273,15 @@ struct ReceivedStrips {
   Divider by_strips;
 
   ReceivedStrips() = default;
-  ReceivedStrips(std::uint32_t row_bytes, int vectors) : vectors(vectors), strips(ceil_div(row_bytes, vectors * 512)), by_strips(strips) {}
+  ReceivedStrips(std::uint32_t row_bytes, int vectors)
+      : vectors(vectors), strips(ceil_div(row_bytes, vectors * 512)), by_strips(strips) {}
 };
 
 struct CombineArguments {
   Common common;
   SentStrips sent;
   ReceivedStrips received_in;
-  bool sums_own = false;  // a warp that receives a token sums this rank's own rows of it: they need not cross memory. Not in small steps
+  bool sums_own = false;  // large steps: a warp that receives a token sums this rank's own rows of it
   const char* expert_out = nullptr;
   std::uint64_t expert_stride = 0;  // bytes; rows start at multiples of 16
   std::uint64_t expert_rows = 0;

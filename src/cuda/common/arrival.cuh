@@ -1,9 +1,10 @@
-// Pieces of sixteen bytes that show by themselves whether they have come, each whole or not at all. So no release stands between a row's
-// last byte and its reader. It would wait for the link: bare rows of 128 tokens take 21.0 us, 24.6 with a release per part (bench/notes.md).
+// Pieces of sixteen bytes that show by themselves whether they have come, each whole or not at all. So no release stands between a
+// row's last byte and its reader. It would wait for the link: bare rows of 128 tokens take 21.0 us, 24.6 with a release per part
+// (bench/notes.md).
 //
 //   tagged   its last word is the step's: counts, routes, headers. What lay there before has another tag.
-//   blank    rows. A place is blank, all ones, until its piece is stored there; its reader makes it blank again. A sum is never blank:
-//            arithmetic makes NaNs of one bit pattern only, and that has a zero. A dispatch carries any bits: a row of which some
+//   blank    rows. A place is blank, all ones, until its piece is stored there; its reader makes it blank again. A sum is never
+//            blank: arithmetic makes NaNs of one bit pattern only, and that has a zero. A dispatch carries any bits: a row of which some
 //            piece looks blank gets an arrival word, and a reader that waits for long looks at that.
 //
 // A place is written again only after its reader has made it blank: a peer answers the set's next dispatch, which this rank sends
@@ -25,11 +26,12 @@ inline constexpr std::uint32_t kLooksAtWord = 16;  // between two at the arrival
 // The pieces that a look loads, of those that a lane misses: a bit each.
 __device__ inline std::uint32_t looked_at(std::uint32_t missing, bool all) { return all ? missing : missing & ~(missing - 1); }
 
-// Waits, all lanes of a warp, for the pieces that they miss. look(all) loads all of them or one, and returns true if that has come. One is
-// enough while nothing has: a hundred blocks that load all of their rows again and again are in the way of the stores that they wait for.
-// waits_for(): the peer to blame. poll(turn, first, begun, peer): as poll_failure(). False: something failed.
-template <typename Look, typename Peer, typename Ask>
-__device__ inline bool await_pieces(const Common& k, Phase phase, std::uint32_t step, const Peer& waits_for, const Look& look, const Ask& poll) {
+// Waits, all lanes of a warp, for the pieces that they miss. look(all) loads all of them or one, and returns true if that has come.
+// One is enough while nothing has: a hundred blocks that load all of their rows again and again are in the way of the stores that
+// they wait for. waits_for(): the peer to blame. poll(turn, first, begun, peer): as poll_failure(). False: something failed.
+template <typename Look, typename Peer, typename Poll>
+__device__ inline bool await_pieces(const Common& k, Phase phase, std::uint32_t step, const Peer& waits_for, const Look& look,
+                                    const Poll& poll) {
   if (!__all_sync(~0u, look(true))) {
     const std::uint64_t first = nanoseconds();
     std::uint64_t begun = first;
@@ -51,12 +53,15 @@ __device__ inline bool await_pieces(const Common& k, Phase phase, std::uint32_t 
 }
 template <typename Look, typename Peer>
 __device__ inline bool await_pieces(const Common& k, Phase phase, std::uint32_t step, const Peer& waits_for, const Look& look) {
-  return await_pieces(k, phase, step, waits_for, look, [&](std::uint32_t turn, std::uint64_t first, std::uint64_t begun, std::uint32_t peer) {
+  const auto poll = [&](std::uint32_t turn, std::uint64_t first, std::uint64_t begun, std::uint32_t peer) {
     return poll_failure(k, nullptr, turn, first, begun, phase, step, peer, 0);
-  });
+  };
+  return await_pieces(k, phase, step, waits_for, look, poll);
 }
 
-__device__ inline bool is_tagged(const Common& k, const uint4& piece, std::uint32_t step) { return piece.w == tag_of(k.generation, step); }
+__device__ inline bool is_tagged(const Common& k, const uint4& piece, std::uint32_t step) {
+  return piece.w == tag_of(k.generation, step);
+}
 
 // A tag does not tell generation and step apart, so an error takes what was seen for this generation's.
 __device__ inline std::uint64_t seen_in(const Common& k, const uint4& piece) {
@@ -64,8 +69,8 @@ __device__ inline std::uint64_t seen_in(const Common& k, const uint4& piece) {
 }
 
 // Waits, by one thread, for a tagged piece. False: something failed.
-static __device__ __noinline__ bool await_tagged(const Common& k, const char* place, Phase phase, std::uint32_t step, std::uint32_t peer,
-                                                 uint4& piece) {
+static __device__ __noinline__ bool await_tagged(const Common& k, const char* place, Phase phase, std::uint32_t step,
+                                                 std::uint32_t peer, uint4& piece) {
   const auto came = [&] { return is_tagged(k, piece = load_piece(place), step); };
   const std::uint64_t first = nanoseconds();
   std::uint64_t begun = first;
@@ -82,7 +87,8 @@ static __device__ __noinline__ bool await_tagged(const Common& k, const char* pl
   return true;
 }
 
-__device__ inline void store_tagged(const Common& k, char* to, std::uint32_t step, std::uint32_t x, std::uint32_t y, std::uint32_t z) {
+__device__ inline void store_tagged(const Common& k, char* to, std::uint32_t step, std::uint32_t x, std::uint32_t y,
+                                    std::uint32_t z) {
   store_piece(to, make_uint4(x, y, z, tag_of(k.generation, step)));
 }
 

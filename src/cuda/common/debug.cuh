@@ -27,8 +27,8 @@ __device__ inline void stamp(const Common& k, Op op, std::uint32_t step, std::ui
 
 // ---- delays for tests ----
 
-// PPLX_CUDA_FUZZ lets time pass before every publish, after every acquire and between the stores of rows. The delay follows from the
-// seed (PPLX_COMM_CUDA_FUZZ), the thread and the event. Other builds have none.
+// PPLX_CUDA_FUZZ lets time pass before every publish, after every acquire and between the stores of rows. The delay follows from
+// the seed (PPLX_COMM_CUDA_FUZZ), the thread and the event. Other builds have none.
 #ifdef PPLX_CUDA_FUZZ
 __device__ inline std::uint64_t mixed(std::uint64_t h) {
   h = (h ^ h >> 31) * 0x7fb5d329728ea185ull;

@@ -1,5 +1,5 @@
-// All that kernels use of a GPU beyond C++: PTX for words that others see, for hardware barriers and for loads with hints, and the shared
-// memory of a thread block. tests/emulation has all of it for a CPU.
+// All that kernels use of a GPU beyond C++: PTX for words that others see, for hardware barriers and for loads with hints, and the
+// shared memory of a thread block. tests/emulation has all of it for a CPU.
 #pragma once
 
 #ifdef PPLX_EMULATION
@@ -131,7 +131,8 @@ __device__ inline void barrier_arrive(std::uint32_t barrier) {
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "n"(kOf) : "memory");
 }
 
-// Says that a pointer is to shared memory. A function that is not inlined does not see it, and generic atomics take many times as long.
+// Says that a pointer is to shared memory. A function that is not inlined does not see it, and generic atomics take many times as
+// long.
 template <typename T>
 __device__ inline T* known_shared(T* at) {
   __builtin_assume(__isShared(at));
@@ -230,7 +231,8 @@ template <std::uint32_t kBut>
 __device__ inline void bulk_await_stored() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kBut) : "memory");
 }
-// Orders what threads have stored in shared memory before copies of it. Unlike the next fence it waits for no store to other memory.
+// Orders what threads have stored in shared memory before copies of it. Unlike the next fence it waits for no store to other
+// memory.
 __device__ inline void fence_shared_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Orders what threads have acquired before copies of it.
 __device__ inline void fence_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
@@ -259,8 +261,8 @@ __device__ inline void fence_copies() {}
 
 // ---- shared memory of a thread block: an object, and what the launch asked for; both may hold anything ----
 
-// Shared memory that a launch asked for begins at a line of 128 bytes (kLine), since a bulk copy that is not in line with lines takes two
-// for each.
+// Shared memory that a launch asked for begins at a line of 128 bytes (kLine), since a bulk copy that is not in line with lines
+// takes two for each.
 #define PPLX_SHARED(Type, name) __shared__ Type name
 #define PPLX_LAUNCHED_SHARED(name) extern __shared__ __align__(128) std::uint32_t name[]
 

@@ -1,5 +1,5 @@
-// Sets of memory: the step that has each, and whether it is closed there. Host calls, captures and replays share this one truth: a step's
-// number is known on the device alone, and so is whether the memory that it takes is free.
+// Sets of memory: the step that has each, and whether it is closed there. Host calls, captures and replays share this one truth: a
+// step's number is known on the device alone, and so is whether the memory that it takes is free.
 //
 //   a dispatch    takes the set if the step before it there is closed, and says so in the set's word. It waits while thread blocks
 //                 that run are about to close that step; else it is refused: nothing is written, and all ranks fail with a sentence
@@ -76,8 +76,8 @@ __device__ inline void begin_to_close(const Common& k, std::uint32_t step) {
   if (blockIdx.x == 0 && threadIdx.x == 0) atomicOr(closed_at(k, step), kClosing);
 }
 
-// Closes the set: all threads of a block, when it has received all. The next kernel sees everything; one that waits beside this one must be
-// told in order.
+// Closes the set: all threads of a block, when it has received all. The next kernel sees everything; one that waits beside this one
+// must be told in order.
 __device__ inline void close_set(const Common& k, std::uint32_t step) {
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -90,14 +90,14 @@ __device__ inline void close_set(const Common& k, std::uint32_t step) {
 
 // ---- shares of send units ----
 
-// The send units of a launch are dealt out in shares, one for each thread block: unit u belongs to share u modulo the number of blocks. A
-// thread block takes its own share, so it knows its first unit before it has loaded anything. Then it looks for untaken shares: those of
-// blocks not yet resident.
+// The send units of a launch are dealt out in shares, one for each thread block: unit u belongs to share u modulo the number of
+// blocks. A thread block takes its own share, so it knows its first unit before it has loaded anything. Then it looks for untaken
+// shares: those of blocks not yet resident.
 //
 // A share's word has the step that took it last, so none is ever reset.
 //
-// The step: every thread block of a dispatch that sends reads it on entry, then adds its part of 2^32 to the same word. The last part
-// carries into the number above, after every block has read it. No thread waits for the sum.
+// The step: every thread block of a dispatch that sends reads it on entry, then adds its part of 2^32 to the same word. The last
+// part carries into the number above, after every block has read it. No thread waits for the sum.
 __device__ inline std::uint32_t step_of(unsigned long long word) { return static_cast<std::uint32_t>(word >> 32); }
 
 // Adds this block's part: one thread, once it has read the step.
@@ -134,8 +134,8 @@ __device__ inline std::uint32_t find_share(const Common& k, Op op, std::uint32_t
   return who == 0 ? kNone : __shfl_sync(~0u, found, __ffs(static_cast<int>(who)) - 1);
 }
 
-// Claims another share for a warp whose block has sent its own; kNone: all are taken. It waits a while, so that a block that has just
-// become resident takes its own.
+// Claims another share for a warp whose block has sent its own; kNone: all are taken. It waits a while, so that a block that has
+// just become resident takes its own.
 __device__ inline std::uint32_t take_another_share(const Common& k, Op op, std::uint32_t step, std::uint32_t shares) {
   for (std::uint32_t looks = 1;; ++looks) {
     const std::uint32_t share = find_share(k, op, step, shares);

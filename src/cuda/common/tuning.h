@@ -1,4 +1,5 @@
-// Values chosen by measuring: bench/notes.md has the figures, large/tuning.h those of large steps. None changes a bit of any result.
+// Values chosen by measuring: bench/notes.md has the figures, large/tuning.h those of large steps. None changes a bit of any
+// result.
 #pragma once
 
 #include <algorithm>
@@ -8,8 +9,8 @@ namespace pplx::cuda {
 
 // ---- dispatch ----
 
-// Warps of a thread block: those that send, one that publishes what they have stored, and those that receive from the start. A row of
-// 7168 codes is 448 threads' sixteen bytes each. One thread block per multiprocessor: 640 threads have 96 registers each.
+// Warps of a thread block: those that send, one that publishes what they have stored, and those that receive from the start. A row
+// of 7168 codes is 448 threads' sixteen bytes each. One thread block per multiprocessor: 640 threads have 96 registers each.
 inline constexpr std::uint32_t kSenderWarps = 15, kReceiverWarps = 4;
 inline constexpr std::uint32_t kDispatchWarps = kSenderWarps + 1 + kReceiverWarps;
 inline constexpr std::uint32_t kSenders = 32 * kSenderWarps;
@@ -25,8 +26,8 @@ constexpr std::uint32_t tokens_per_unit(std::uint32_t tokens, std::uint32_t bloc
 // A warp receives this much of a row at once, seven 16-byte vectors a lane.
 inline constexpr std::uint32_t kPartBytes = 3584;
 
-// The first rows of a block show by themselves that they have come: no release stands between a row and its reader, which makes their
-// places blank again. Beyond, the release costs less than the blanks.
+// The first rows of a block show by themselves that they have come: no release stands between a row and its reader, which makes
+// their places blank again. Beyond, the release costs less than the blanks.
 inline constexpr std::uint32_t kShowingRows = 1024;
 
 // ---- combine ----
@@ -34,8 +35,8 @@ inline constexpr std::uint32_t kShowingRows = 1024;
 inline constexpr std::uint32_t kCombineWarps = 12;
 inline constexpr std::uint32_t kCombineThreads = 32 * kCombineWarps;
 
-// 16 bytes each, that a lane sums at once: a strip of a row. Small steps give every strip to a warp of its own, smaller ones while there
-// are warps for them; in large steps a warp has two after each other, and looks the row's places up once.
+// 16 bytes each, that a lane sums at once: a strip of a row. Small steps give every strip to a warp of its own, smaller ones while
+// there are warps for them; in large steps a warp has two after each other, and looks the row's places up once.
 inline constexpr int kSentVectors = 4, kSentVectorsOfFew = 2, kReceivedVectors = 1;
 inline constexpr std::uint32_t kStripsTogether = 2;
 // rows: those that a rank may receive if all send it the number of tokens that it sends.

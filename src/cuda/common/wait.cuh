@@ -69,12 +69,12 @@ __device__ inline bool matches(const Common& k, std::uint64_t word, std::uint32_
   return match == Match::Exact ? word == arrival_word(k.generation, step) : arrived(word, k.generation, step);
 }
 
-// Tells a wait that has looked in vain for a while how to go on. Left: the peer closed; all that it sent was there before it said so.
-// Busy: some rank says that it comes later, so the peer's time begins anew.
+// Tells a wait that has looked in vain for a while how to go on. Left: the peer closed; all that it sent was there before it said
+// so. Busy: some rank says that it comes later, so the peer's time begins anew.
 enum class Verdict { GoOn, Failed, Left, Busy };
 
-// A word of a remote peer in this GPU's memory is passed on by a warp that looks at the proxy's (remote/proxy.cuh), and that may wait for
-// another peer meanwhile. The forwarding warp times out first, so the late peer is blamed.
+// A word of a remote peer in this GPU's memory is passed on by a warp that looks at the proxy's (remote/proxy.cuh), and that may
+// wait for another peer meanwhile. The forwarding warp times out first, so the late peer is blamed.
 inline constexpr auto kPassedOnNs = static_cast<std::uint64_t>(deadlines::kPassedOn.seconds * 1e9);
 
 __device__ inline bool is_passed_on(const Common& k, const void* word, std::uint32_t peer) {
@@ -84,8 +84,8 @@ __device__ inline bool is_passed_on(const Common& k, const void* word, std::uint
 
 inline constexpr auto kBusyNs = static_cast<std::uint64_t>(deadlines::kBusy.seconds * 1e9);
 
-// Decides how a long wait goes on. turn: earlier calls of this wait; one in 256 looks across PCIe at the host's words. first: when it began;
-// begun: when the peer's time began.
+// Decides how a long wait goes on. turn: earlier calls of this wait; one in 256 looks across PCIe at the host's words. first: when
+// it began; begun: when the peer's time began.
 static __device__ __noinline__ Verdict poll_failure(const Common& k, const void* word, std::uint32_t turn, std::uint64_t first,
                                            std::uint64_t begun, Phase phase, std::uint32_t step, std::uint32_t peer,
                                            std::uint64_t seen) {
@@ -145,8 +145,8 @@ __device__ inline bool wait(const Common& k, const void* word, Phase phase, std:
   return good;
 }
 
-// Returns true if all lanes of a warp succeeded, after some have waited. Then every lane sees what any of them has waited for; a vote alone
-// orders no memory.
+// Returns true if all lanes of a warp succeeded, after some have waited. Then every lane sees what any of them has waited for; a
+// vote alone orders no memory.
 __device__ inline bool all_of_warp(bool good) {
   __syncwarp();
   return __all_sync(~0u, good);

@@ -17,8 +17,8 @@ struct WholeSums {
   static constexpr bool kPieces = false;
 };
 
-// kMappedOnly: see is_mapped_only(); the other kernels handle every case. kSent: vectors of a lane, in a strip that is sent. Rounds: how
-// blocks go back to peers; those that come back to this rank are whole.
+// kMappedOnly: see is_mapped_only(); the other kernels handle every case. kSent: vectors of a lane, in a strip that is sent.
+// Rounds: how blocks go back to peers; those that come back to this rank are whole.
 template <typename T, bool kMappedOnly, int kSent, typename Rounds = WholeSums>
 __device__ __forceinline__ void run_combine(const CombineArguments& a) {
   using Shared = std::conditional_t<Rounds::kPieces, CombineRoundsShared<Rounds>, CombineShared>;

@@ -90,7 +90,8 @@ __device__ inline bool await_strips(const CombineArguments& a, std::uint32_t ste
     const std::uint32_t source = kMappedOnly ? 0 : __shfl_sync(~0u, rank, first + i);
     if constexpr (!kMappedOnly)
       if (is_remote(k, source)) {
-        if (!CombineExtras<kMappedOnly>::await_remote_row(k, step, source, __shfl_sync(~0u, entry, first + i) & 0xfffffu)) return false;
+        const std::uint32_t at = __shfl_sync(~0u, entry, first + i) & 0xfffffu;
+        if (!CombineExtras<kMappedOnly>::await_remote_row(k, step, source, at)) return false;
         strips.there |= 1u << i;
       }
 #pragma unroll
@@ -109,7 +110,8 @@ __device__ inline bool await_strips(const CombineArguments& a, std::uint32_t ste
   return await_pieces(k, Phase::CombineRecv, step, waits_for, [&](bool all) { return strips.look(all); });
 }
 
-// A strip of one of this rank's tokens. `entry`: this lane's row of it. kGives: replicas get it, too. False: its rows will not come.
+// A strip of one of this rank's tokens. `entry`: this lane's row of it. kGives: replicas get it, too. False: its rows will not
+// come.
 template <typename T, bool kGives, bool kMappedOnly>
 __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, std::uint32_t entry) {
   const Common& k = a.common;
@@ -135,7 +137,8 @@ __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t st
   mark_stage(k, Stage::Added);
   if constexpr (kGives) CombineExtras<kMappedOnly>::give_strip(k, step, own, sums, begin, end);
   if constexpr (!kMappedOnly)
-    if (a.has_tail && strip == a.received_in.strips - 1) return CombineExtras<kMappedOnly>::template read_tail<kGives>(a, step, own, n, row, rank);
+    if (a.has_tail && strip == a.received_in.strips - 1)
+      return CombineExtras<kMappedOnly>::template read_tail<kGives>(a, step, own, n, row, rank);
   return true;
 }
 
@@ -161,7 +164,8 @@ __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t 
   if constexpr (!kMappedOnly) {
     if (k.remote != 0) CombineExtras<kMappedOnly>::template receive_headers<kPieces>(a, step);
     if (k.slice.of > 1) {
-      if (a.release || CombineExtras<kMappedOnly>::template receive_with_replicas<T>(a, step)) receive_headers<kMappedOnly>(a, step);
+      if (a.release || CombineExtras<kMappedOnly>::template receive_with_replicas<T>(a, step))
+        receive_headers<kMappedOnly>(a, step);
       return;
     }
   }

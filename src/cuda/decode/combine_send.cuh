@@ -1,5 +1,5 @@
-// combine_send of few tokens: units, each of a warp, are a header per peer, and runs of strips of every row received: the weighted sum over the row's
-// local experts, stored into the source's memory. extras/weights.cuh has what comes before them.
+// combine_send of few tokens: units, each of a warp, are a header per peer, and runs of strips of every row received: the weighted
+// sum over the row's local experts, stored into the source's memory. extras/weights.cuh has what comes before them.
 #pragma once
 
 #include "../common/step.cuh"
@@ -25,8 +25,8 @@ struct CombineShared {
 // Returns true if a source has many tokens: its rows have arrival words.
 __device__ inline bool has_many(const CombineShared& s, std::uint32_t source) { return (s.many >> source & 1) != 0; }
 
-// Returns true if this launch may work on its step. All threads of the block call it; what later decisions need is in shared memory then.
-// received: units that its warps begin with.
+// Returns true if this launch may work on its step. All threads of the block call it; what later decisions need is in shared memory
+// then. received: units that its warps begin with.
 __device__ inline bool begin_combine(const CombineArguments& a, std::uint32_t& step, std::uint32_t received, CombineShared& s) {
   const Common& k = a.common;
   const std::uint64_t closed = load_closed(k);
@@ -124,8 +124,8 @@ __device__ inline std::uint32_t flags_of(const CombineArguments& a) {
 
 // A peer of the node gets it as one tagged piece: it proves that this rank has read the peer's dispatch.
 template <bool kMappedOnly>
-__device__ inline void send_combine_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, const CombineShared& s,
-                                           std::uint32_t parts) {
+__device__ inline void send_combine_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer,
+                                           const CombineShared& s, std::uint32_t parts) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   const std::uint32_t rows = a.release ? 0 : s.rows_begin[peer + 1] - s.rows_begin[peer];
@@ -142,7 +142,7 @@ __device__ inline void send_combine_header(const CombineArguments& a, std::uint3
 
 // Where the row's sums come from, a choice in each lane: loaded before it is known whether there is such a row.
 struct Places {
-  std::uint32_t choices = 1, place = kNone;
+  std::uint32_t choices = 1, out_row = kNone;
   float weight = 1.0f;
 
   template <bool kMappedOnly>
@@ -151,19 +151,19 @@ struct Places {
     const std::uint32_t lane = threadIdx.x % 32;
     const bool compact = k.c.layout == LayoutKind::Compact;
     choices = compact && (kMappedOnly || !a.has_tail) ? 1 : a.received.choices[at];
-    place = kNone;
+    out_row = kNone;
     weight = 1.0f;
-    if (lane >= (compact ? 1 : k.c.top_k)) return;  // not as many as there are: that load would have to come first
-    place = a.received.place[compact ? at : std::uint64_t{at} * k.c.top_k + lane];
+    if (lane >= (compact ? 1 : k.c.top_k)) return;  // not those that there are: that load would have to come first
+    out_row = a.received.out_row[compact ? at : std::uint64_t{at} * k.c.top_k + lane];
     if (!compact && a.weighted) weight = a.received.weight[std::uint64_t{at} * k.c.top_k + lane];
   }
-  // How many there are.
+  // Returns the number of choices. Forgets output rows that the caller's tensor does not have.
   __device__ std::uint32_t check(const CombineArguments& a) {
     const std::uint32_t n = a.common.c.layout == LayoutKind::Compact ? 1 : __popc(choices);
-    if (threadIdx.x % 32 >= n) place = kNone;
-    if (place != kNone && place >= a.expert_rows) {
+    if (threadIdx.x % 32 >= n) out_row = kNone;
+    if (out_row != kNone && out_row >= a.expert_rows) {
       a.common.report->notices.short_output = 1;
-      place = kNone;
+      out_row = kNone;
     }
     return n;
   }
@@ -178,14 +178,14 @@ __device__ inline bool may_store(CombineShared& s, bool own) {
 
 // Sums a row with n choices here, for its source.
 template <typename T, int kVectors>
-__device__ inline void sum_row(const CombineArguments& a, const Places& places, std::uint32_t n, std::uint32_t begin, std::uint32_t end,
-                               Sums<T, kVectors>& sums) {
+__device__ inline void sum_row(const CombineArguments& a, const Places& places, std::uint32_t n, std::uint32_t begin,
+                               std::uint32_t end, Sums<T, kVectors>& sums) {
   const auto pointer = [&](std::uint32_t i) -> const char* {
-    const std::uint32_t from = __shfl_sync(~0u, places.place, i);
+    const std::uint32_t from = __shfl_sync(~0u, places.out_row, i);
     return from == kNone ? nullptr : a.expert_out + from * a.expert_stride;
   };
   const auto weight_of = [&](std::uint32_t i) { return __shfl_sync(~0u, places.weight, i); };
-  const bool only_copied = a.common.c.layout == LayoutKind::Compact && __any_sync(~0u, places.place != kNone);
+  const bool only_copied = a.common.c.layout == LayoutKind::Compact && __any_sync(~0u, places.out_row != kNone);
   if (only_copied) sums.start(-0.0f);  // keeps its sign of zero
   sums.add(n, begin, end, pointer, weight_of);
 }
@@ -229,17 +229,18 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   mark_stage(k, Stage::Sent);
   const bool with_tail = !kMappedOnly && a.has_tail && last == a.sent.strips;
   if constexpr (!kMappedOnly)
-    if (with_tail) CombineExtras<kMappedOnly>::write_tail(a, places.choices, places.place, to + k.combine.tail_at);
+    if (with_tail) CombineExtras<kMappedOnly>::write_tail(a, places.choices, places.out_row, to + k.combine.tail_at);
   const bool by_word = has_many(s, of.source);
   if (!with_tail && !remote && !by_word) return;
   __syncwarp();
   if (threadIdx.x % 32 != 0) return;
   if constexpr (!kMappedOnly)
     if (remote) {
-      CombineExtras<kMappedOnly>::count_strips(k, step, of.source, of.row, units.runs, s.rows_begin[of.source + 1] - s.rows_begin[of.source]);
+      const std::uint32_t rows = s.rows_begin[of.source + 1] - s.rows_begin[of.source];
+      CombineExtras<kMappedOnly>::count_strips(k, step, of.source, of.row, units.runs, rows);
       return;
     }
-  publish(k, to + k.combine.arrival_at, arrival_word(k.generation, step));  // a tail is any bits at all: no blank shows that it came
+  publish(k, to + k.combine.arrival_at, arrival_word(k.generation, step));  // a tail is any bits: no blank shows that it came
 }
 
 template <typename T, bool kMappedOnly, int kVectors>

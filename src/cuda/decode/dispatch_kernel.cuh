@@ -22,12 +22,20 @@ struct WholeBlocks {
   static constexpr bool kPieces = false;
 };
 
-// Warps behind the senders with a part of their own. The last two, and all others, place rows once they have done theirs.
-inline constexpr std::uint32_t kPublisher = kSenderWarps, kRowCounter = kPublisher + 1, kRowPlacer = kPublisher + 2, kProxyWatcher = kPublisher + 3;
+// Warps behind the senders with a part of their own. All warps receive rows once they have done theirs.
+inline constexpr std::uint32_t kPublisher = kSenderWarps, kRowCounter = kPublisher + 1, kRowPlacer = kPublisher + 2;
+inline constexpr std::uint32_t kProxyWatcher = kPublisher + 3;
 static_assert(kProxyWatcher < kDispatchWarps);
 
-// kMappedOnly: see is_mapped_only(); the other kernels handle every case. kHooks: the launch raises words of hooks. Rounds: how blocks come;
-// those that this rank sends are whole.
+// Meets the whole block, while its first loads are under way. Returns the step, which the publisher has read.
+__device__ inline std::uint32_t hear_step(const Common& k, const SendShared& s) {
+  __syncthreads();
+  mark_stage(k, Stage::Claimed);
+  return s.step;
+}
+
+// kMappedOnly: see is_mapped_only(); the other kernels handle every case. kHooks: the launch raises words of hooks. Rounds: how
+// blocks come; those that this rank sends are whole.
 template <typename Mode, bool kMappedOnly, bool kHooks, typename Rounds = WholeBlocks>
 __device__ __forceinline__ void run_dispatch(const DispatchArguments& a) {
   using Shared = std::conditional_t<Rounds::kPieces, DispatchRoundsShared<Rounds>, DispatchShared>;
@@ -44,35 +52,37 @@ __device__ __forceinline__ void run_dispatch(const DispatchArguments& a) {
   }
   if (threadIdx.x < kMaxPeers) s.receive.choices[threadIdx.x] = 0;
   std::uint32_t step = 0;
-  EarlyLoads<Mode, kMappedOnly> early;
-  if (a.send) {
-    if (warp < kSenderWarps) {
-      early.load(a, blockIdx.x);
-      forget_counts(k, s.send, words);
-    } else if (warp == kPublisher) {
-      read_step(a, s.send);
-    }
-    __syncthreads();
-    mark_stage(k, Stage::Claimed);
-    step = s.send.step;
-  } else if (!find_open_step(a, step)) {
+  if (!a.send && !find_open_step(a, step)) {
     if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);
     return;
   }
 
   const Experts experts{words + align_up(k.c.num_experts, kNumbersOfPiece), k.expert_pieces};
   if (warp < kSenderWarps) {
-    if (a.send) send_dispatch<Mode, kMappedOnly>(a, early, s.send, words);
+    if (a.send) {
+      EarlyLoads<Mode, kMappedOnly> early;
+      early.load(a, blockIdx.x);
+      forget_counts(k, s.send, words);
+      step = hear_step(k, s.send);
+      send_dispatch<Mode, kMappedOnly>(a, early, s.send, words);
+    }
   } else if (warp == kPublisher) {
-    if (a.send) publish_dispatch<kMappedOnly>(a, s.send);
-  } else if (warp == kRowCounter) {
-    if (a.recv) count_rows(a, step, s.receive);
-    if constexpr (Rounds::kPieces)
-      if (a.recv) Rounds::hear(a, step, s.receive);
-  } else if (warp == kRowPlacer) {
-    if (a.recv) place_rows<kMappedOnly, kHooks>(a, step, s.receive, experts);
-  } else if constexpr (!kMappedOnly) {
-    if (warp == kProxyWatcher && a.recv && k.remote != 0) DispatchExtras<kMappedOnly>::template pass_on<Rounds::kPieces>(a, step);
+    if (a.send) {
+      read_step(a, s.send);
+      step = hear_step(k, s.send);
+      publish_dispatch<kMappedOnly>(a, s.send);
+    }
+  } else {
+    if (a.send) step = hear_step(k, s.send);
+    if (a.recv && warp == kRowCounter) {
+      count_rows(a, step, s.receive);
+      if constexpr (Rounds::kPieces) Rounds::hear(a, step, s.receive);
+    } else if (a.recv && warp == kRowPlacer) {
+      place_rows<kMappedOnly, kHooks>(a, step, s.receive, experts);
+    } else if constexpr (!kMappedOnly) {
+      if (a.recv && warp == kProxyWatcher && k.remote != 0)
+        DispatchExtras<kMappedOnly>::template pass_on<Rounds::kPieces>(a, step);
+    }
   }
   if (a.recv) {
     if constexpr (Rounds::kPieces)

@@ -1,6 +1,6 @@
 // dispatch_send: units are the counts per peer, then runs of tokens. A thread block counts what comes before its tokens, quantises
-// each once, and stores its row into every peer that wants it. Rows that do not show by themselves that they have come get an arrival
-// word, by the publisher: all of a unit together, while the senders are at the next unit, or receive.
+// each once, and stores its row into every peer that wants it. Rows that do not show by themselves that they have come get an
+// arrival word, by the publisher: all of a unit together, while the senders are at the next unit, or receive.
 #pragma once
 
 #include <type_traits>
@@ -13,8 +13,8 @@ namespace pplx::cuda {
 
 // ---- where senders and publisher meet ----
 
-// The senders go on while the publisher waits until their stores have reached the peers: a release at system scope takes as long as the
-// link is behind.
+// The senders go on while the publisher waits until their stores have reached the peers: a release at system scope takes as long as
+// the link is behind.
 inline constexpr std::uint32_t kAmongSenders = 1;
 inline constexpr std::uint32_t kStored = 2;     // and 3, for units in turn: senders to publisher
 inline constexpr std::uint32_t kPublished = 4;  // and 5: publisher to senders
@@ -183,7 +183,8 @@ __device__ inline void send_counts(const DispatchArguments& a, std::uint32_t ste
   // Zeroes the row counts of dead ranks.
   if (!kMappedOnly && peer == k.c.rank && threadIdx.x < k.c.world && (k.dead >> threadIdx.x & 1) != 0) a.plan.rows[threadIdx.x] = 0;
   if constexpr (!kMappedOnly)
-    if (k.slice.of > 1 && ((k.replicas | 1ull << k.c.rank) >> peer & 1) != 0) DispatchExtras<kMappedOnly>::tell_replica(a, step, peer, s);
+    if (k.slice.of > 1 && ((k.replicas | 1ull << k.c.rank) >> peer & 1) != 0)
+      DispatchExtras<kMappedOnly>::tell_replica(a, step, peer, s);
 }
 
 // ---- rows ----
@@ -200,7 +201,8 @@ __device__ inline std::uint32_t given_scales(const DispatchArguments& a, std::ui
   std::uint32_t word = 0;
 #pragma unroll
   for (std::uint32_t i = 0; i < 4; ++i)
-    if (4 * at + i < scales_per_row(k.c)) word |= std::uint32_t{*reinterpret_cast<const std::uint8_t*>(from + (4 * at + i) * a.scale.scale)} << 8 * i;
+    if (4 * at + i < scales_per_row(k.c))
+      word |= std::uint32_t{*reinterpret_cast<const std::uint8_t*>(from + (4 * at + i) * a.scale.scale)} << 8 * i;
   return word;
 }
 // Returns a token's piece of scales number `at`: four words.
@@ -271,7 +273,8 @@ __device__ inline void store_token(const DispatchArguments& a, std::uint32_t ste
 // Sends the tokens [first, first + n) of a unit. early: has prepared the first one.
 template <typename Mode, bool kMappedOnly>
 __device__ inline void send_tokens(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t n,
-                                   EarlyLoads<Mode, kMappedOnly>& early, SendShared& s, const std::uint32_t* experts, StoredUnit& unit) {
+                                   EarlyLoads<Mode, kMappedOnly>& early, SendShared& s, const std::uint32_t* experts,
+                                   StoredUnit& unit) {
   const Common& k = a.common;
   UnitPlan<kMappedOnly> plan(s.plan);
   Payload<Mode>& payload = early.payload;
@@ -321,8 +324,8 @@ __device__ inline void forget_counts(const Common& k, SendShared& s, std::uint32
 
 // Counts up to a unit, and prepares what was loaded: before the senders meet.
 template <typename Mode, bool kMappedOnly>
-__device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t unit, Sending& sending, EarlyLoads<Mode, kMappedOnly>& early,
-                                    SendShared& s, std::uint32_t* experts) {
+__device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t unit, Sending& sending,
+                                    EarlyLoads<Mode, kMappedOnly>& early, SendShared& s, std::uint32_t* experts) {
   const Common& k = a.common;
   const std::uint32_t tid = threadIdx.x, end = tokens_before(a, unit);
   if (end < sending.counted) {  // all tokens were counted, for a peer, or for a later share
@@ -331,7 +334,8 @@ __device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t un
     sending.counted = 0;
     sync_senders();
   }
-  if (kMappedOnly || a.ids != nullptr) count_tokens<kMappedOnly>(a, sending.counted, end, sending.early, early.counted, s.plan, experts);
+  if (kMappedOnly || a.ids != nullptr)
+    count_tokens<kMappedOnly>(a, sending.counted, end, sending.early, early.counted, s.plan, experts);
   sending.counted = end;
   sending.early = false;
   if (unit < k.living) return;
@@ -395,7 +399,8 @@ __device__ inline void send_share(const DispatchArguments& a, std::uint32_t step
 
 // Sends this block's share, then untaken ones: the senders' part of a launch.
 template <typename Mode, bool kMappedOnly>
-__device__ inline void send_dispatch(const DispatchArguments& a, EarlyLoads<Mode, kMappedOnly>& early, SendShared& s, std::uint32_t* experts) {
+__device__ inline void send_dispatch(const DispatchArguments& a, EarlyLoads<Mode, kMappedOnly>& early, SendShared& s,
+                                     std::uint32_t* experts) {
   const Common& k = a.common;
   const std::uint32_t step = s.step, shares = min(gridDim.x, a.units);
   if (threadIdx.x < k.c.world)
@@ -423,8 +428,8 @@ __device__ inline void send_dispatch(const DispatchArguments& a, EarlyLoads<Mode
   signal(kStored + turn);
 }
 
-// Publishes units: the publisher's part of a launch. The senders have stored, and arrived at a barrier: one release covers what all of
-// them wrote.
+// Publishes units: the publisher's part of a launch. The senders have stored, and arrived at a barrier: one release covers what all
+// of them wrote.
 template <bool kMappedOnly>
 __device__ inline void publish_dispatch(const DispatchArguments& a, SendShared& s) {
   const Common& k = a.common;

@@ -1,5 +1,5 @@
-// How a token becomes a row's payload: as it is (also when the caller quantised, and gives the scales), or quantised. A thread has its
-// pieces of a token in registers, loaded while the token's rows are planned.
+// How a token becomes a row's payload: as it is (also when the caller quantised, and gives the scales), or quantised. A thread has
+// its pieces of a token in registers, loaded while the token's rows are planned.
 #pragma once
 
 #include "../common/arrival.cuh"

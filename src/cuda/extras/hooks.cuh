@@ -1,5 +1,5 @@
-// The words of src/protocol/hooks.h, as dispatch_recv raises them. A warp that has placed its part of a row counts it, with a release for
-// this GPU and without waiting for anything; the warp that turns counts into places knows how many there will be.
+// The words of src/protocol/hooks.h, as dispatch_recv raises them. A warp that has placed its part of a row counts it, with a
+// release for this GPU and without waiting for anything; the warp that turns counts into places knows how many there will be.
 #pragma once
 
 #include "../../protocol/hooks.h"
@@ -26,7 +26,8 @@ struct HookWords<true> {
       add_in_order(a.hooks.arrived + hook_word_of(a.common.c, place), a.hooks.row_units);
   }
 
-  // Raises `planned` by the warp that has told the caller counts and offsets, and lets each word of `arrived` expect the rows of its block.
+  // Raises `planned` by the warp that has told the caller counts and offsets, and lets each word of `arrived` expect the rows of
+  // its block.
   __device__ static void raise_planned(const DispatchArguments& a, const ReceiveShared& s, const Experts& e) {
     __syncwarp();
     for (std::uint32_t word = threadIdx.x % 32; word < a.hooks.words; word += 32) {
@@ -37,8 +38,8 @@ struct HookWords<true> {
     if (threadIdx.x % 32 == 0) add_in_order(a.hooks.planned, kRaised);
   }
 
-  // Raises all words after a failure, by all threads of a block, at its end: after all that the block has counted, so a word that has overflowed
-  // is raised again.
+  // Raises all words after a failure, by all threads of a block, at its end: after all that the block has counted, so a word that
+  // has overflowed is raised again.
   __device__ static void raise_after_failure(const DispatchArguments& a) {
     __syncthreads();
     if (!stopped(a.common, false)) return;

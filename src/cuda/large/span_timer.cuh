@@ -1,4 +1,5 @@
-// What warps of a large launch spend their time with, in a build for bench/stages.py (PPLX_CUDA_STAGES). Other builds measure nothing.
+// Times what the warps of a large launch do, in a build for bench/stages.py (PPLX_CUDA_STAGES). Other builds measure
+// nothing.
 #pragma once
 
 #include "../common/debug.cuh"
@@ -14,7 +15,7 @@ class SpanTimer {
   __device__ ~SpanTimer() {
     if (threadIdx.x % 32 == 0) *spent_ += static_cast<std::uint64_t>(cycles() - begun_);
   }
-  // By all lanes of a warp, first and last.
+  // Called by all lanes of a warp, first and last.
   __device__ static void begin() {
     for (std::uint32_t i = threadIdx.x % 32; i < kSpanNames; i += 32) of_block()[i * kMostWarps + threadIdx.x / 32] = 0;
     __syncwarp();

@@ -2,7 +2,7 @@
 
 namespace pplx::cuda {
 
-// What a warp can spend its time with in a large launch.
+// The work and the waits of a warp in a large launch.
 enum class Span {
   Sending,
   AwaitingPlan,

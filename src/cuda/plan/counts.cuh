@@ -1,5 +1,5 @@
-// The counts of a dispatch, before rows are placed. One warp finds out how many rows each source has sent. Another finds out how many
-// choices each expert gets, and from those where each expert's rows begin. One thread block tells the caller.
+// The counts of a dispatch, before rows are placed. One warp finds out how many rows each source has sent. Another finds out how
+// many choices each expert gets, and from those where each expert's rows begin. One thread block tells the caller.
 #pragma once
 
 #include "../common/arrival.cuh"
@@ -21,14 +21,14 @@ struct ReceiveShared {
   std::uint32_t rows[kMaxPeers];
   std::uint32_t showing[kMaxPeers];  // how many of them, the first ones, show by themselves that they have come
   std::uint64_t many;  // see ReceivedView
-  std::uint32_t choices[kMaxPeers];  // for all experts here; only where they are checked
+  std::uint32_t choices[kMaxPeers];  // each source's choices here; only where they are checked
   std::uint32_t next;  // unit of this thread block
   bool good, placed_all;  // all counts came: of rows, and of choices
   std::uint32_t ragged_rows;  // that the output must have
 };
 
-// base[source][expert] becomes the output row of the source's first row of the expert; base[world] is where the expert ends. A source
-// has whole pieces of four experts.
+// base[source][expert] becomes the output row of the source's first row of the expert; base[world] is where the expert ends. A
+// source has whole pieces of four experts.
 struct Experts {
   std::uint32_t* base;
   std::uint32_t pieces;  // a source's
@@ -41,7 +41,8 @@ struct Experts {
 // The thread block that tells the caller what has come: it is the least likely to have sent anything.
 __device__ inline bool reports_counts() { return blockIdx.x == gridDim.x - 1; }
 
-// Waits, by any warp, until it is known where rows go. Compact: a row's number says so, whatever the experts are. False after a failure.
+// Waits, by any warp, until it is known where rows go. Compact: a row's number says so, whatever the experts are. False after a
+// failure.
 __device__ inline bool await_places(const Common& k, ReceiveShared& s) {
   if (k.c.layout == LayoutKind::Compact) return true;
   s.placed.wait();
@@ -198,7 +199,8 @@ __device__ inline bool place_experts(const DispatchArguments& a, bool reports, R
     if (p >= e.pieces) continue;
     const std::uint32_t second = before + rooms.x, third = second + rooms.y;
     const uint4 start = make_uint4(before, second, third, third + rooms.z);
-    uint4 at = k.c.layout == LayoutKind::Padded ? make_uint4(first * room, (first + 1) * room, (first + 2) * room, (first + 3) * room) : start;
+    const bool padded = k.c.layout == LayoutKind::Padded;
+    uint4 at = padded ? make_uint4(first * room, (first + 1) * room, (first + 2) * room, (first + 3) * room) : start;
 #pragma unroll 2
     for (std::uint32_t r = 0; r < k.c.world; ++r) {
       const uint4 n = e.piece(r * e.pieces + p);

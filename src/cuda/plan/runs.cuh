@@ -1,6 +1,6 @@
-// Rows of several sources in runs, dealt out in the order in which all sources send: the first run of each, the second of each. What some
-// have more of than others follows, by source. A source whose thread blocks send a stretch of rows each sends the first of all stretches
-// first.
+// Rows of several sources in runs, dealt out in the order in which all sources send: the first run of each, the second of each.
+// What some have more of than others follows, by source. A source whose thread blocks send a stretch of rows each sends the first
+// of all stretches first.
 #pragma once
 
 #include "../common/arguments.h"
@@ -22,7 +22,8 @@ class RowRuns {
   __device__ RowRuns(const Common& k, const std::uint32_t* rows_begin, std::uint32_t sources, std::uint32_t most, std::uint32_t stretches,
                      const RunCounts& counts)
       : k_(k), begin_(rows_begin), sources_(sources), most_(most), stretches_(stretches), counts_(counts) {}
-  // Counts runs, by all lanes of a warp. sources: the first ones of the order; most: rows of a run; stretches: of each source, more or less.
+  // Counts runs, by all lanes of a warp. sources: the first ones of the order; most: rows of a run; stretches: of each source, more
+  // or less.
   __device__ RowRuns(const Common& k, const std::uint32_t* rows_begin, std::uint32_t sources, std::uint32_t most, std::uint32_t stretches = 1)
       : k_(k), begin_(rows_begin), sources_(sources), most_(most), stretches_(stretches) {
     std::uint32_t all = 0, least = kNone;

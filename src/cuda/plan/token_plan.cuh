@@ -1,6 +1,6 @@
-// The plan of a step: which ranks want a token, and which of each peer's rows and of each expert's it is. Every thread block makes it
-// for its own tokens, from the ids: what comes before them is a count over all earlier tokens, in any order, so no thread block waits
-// for another's.
+// The plan of a step: which ranks want a token, and which of each peer's rows and of each expert's it is. Every thread block makes
+// it for its own tokens, from the ids: what comes before them is a count over all earlier tokens, in any order, so no thread block
+// waits for another's.
 #pragma once
 
 #include <type_traits>
@@ -20,8 +20,8 @@ struct PlanShared {
   float weights[kMostChoicesOfUnit];
 };
 
-// As it was loaded, or -1. Nothing is made of it before it is used, not even a wide number of a narrow one: that would wait for it, and
-// each load for the one before.
+// As it was loaded, or -1. Nothing is made of it before it is used, not even a wide number of a narrow one: that would wait for it,
+// and each load for the one before.
 struct RawId {
   std::uint32_t low = 0xffffffffu, high = 0xffffffffu;
   __device__ std::int64_t value(bool wide) const {
@@ -96,10 +96,11 @@ struct EarlyIds {
   __device__ RawId of_pass(std::uint32_t i) const { return i == 0 ? ids[0] : i == 1 ? ids[1] : ids[2]; }
 };
 
-// Adds this rank's tokens [from, to) to the counts of rows by rank, and of choices by expert. early: of the first passes from token 0.
+// Adds this rank's tokens [from, to) to the counts of rows by rank, and of choices by expert. early: of the first passes from token
+// 0.
 template <bool kMappedOnly>
-__device__ inline void count_tokens(const DispatchArguments& a, std::uint32_t from, std::uint32_t to, bool loaded, const EarlyIds& early,
-                                    PlanShared& s, std::uint32_t* experts) {
+__device__ inline void count_tokens(const DispatchArguments& a, std::uint32_t from, std::uint32_t to, bool loaded,
+                                    const EarlyIds& early, PlanShared& s, std::uint32_t* experts) {
   const Common& k = a.common;
   const Pass pass(k);
   std::uint32_t number = 0;
@@ -207,8 +208,8 @@ struct UnitPlan {
   }
 };
 
-// Calls visit(rank) for each of these ranks: remote ones first, for the proxy has the longer way; of each kind from rank + 1 on, itself
-// last.
+// Calls visit(rank) for each of these ranks: remote ones first, for the proxy has the longer way; of each kind from rank + 1 on,
+// itself last.
 template <bool kMappedOnly, typename Visit>
 __device__ inline void visit_in_order(const Common& k, typename PlannedToken<kMappedOnly>::Ranks ranks, const Visit& visit) {
   using Ranks = typename PlannedToken<kMappedOnly>::Ranks;

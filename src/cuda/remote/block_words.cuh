@@ -24,7 +24,7 @@ __device__ inline BlockHeader load_header(const char* block) {
   return h;
 }
 
-// Whether it is as this step's block of that peer must have it; fails otherwise.
+// Returns true if a header is what this step's block of that peer must have; fails otherwise.
 __device__ inline bool check_header(const Common& k, const BlockHeader& h, Phase phase, std::uint32_t step, std::uint32_t peer) {
   if (h.step == step && h.generation == k.generation && h.source == peer && h.rows <= k.most_rows) return true;
   fail(k, {AbortReason::Protocol, phase, k.c.rank, peer, step}, arrival_word(k.generation, step),
@@ -39,7 +39,7 @@ __device__ inline BlockHeader read_header(const Common& k, const char* block, Ph
   return h;
 }
 
-// The threads of a group of 16 or more write a header together; nobody has been told yet.
+// Writes a header: the threads of a group of 16 or more together, before the peer is told.
 __device__ inline void write_header(const Common& k, char* block, std::uint32_t step, std::uint32_t rows, std::uint32_t flags,
                                     std::uint32_t thread) {
   const std::uint32_t words[5] = {step, k.generation, rows, flags, k.c.rank};

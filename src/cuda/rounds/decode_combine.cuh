@@ -67,7 +67,7 @@ __device__ inline void send_run_of_round(const CombineArguments& a, std::uint32_
       fuzz_delay(k, std::uint64_t{step} << 32 | begin);
     }
     if (kMappedOnly || !a.has_tail) continue;
-    write_tail(a, places.choices, places.place, row + k.combine.tail_at);
+    write_tail(a, places.choices, places.out_row, row + k.combine.tail_at);
     if (run.in_pieces || remote) continue;
     __syncwarp();
     if (threadIdx.x % 32 == 0) publish(k, row + k.combine.arrival_at, arrival_word(k.generation, step));  // a tail is any bits at all

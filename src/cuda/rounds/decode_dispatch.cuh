@@ -26,7 +26,7 @@ __device__ inline bool receive_part_of_round(const DispatchArguments& a, std::ui
   if (!s.placed_all || !read_route(a, step, arrived.route, e, r)) return false;
   place_copies(a, r, arrived, quantised(k.c.wire) && part == k.parts - 1);
   if (part == 0) place_words(a, r);
-  if constexpr (kHooks) HookWords<kHooks>::count_placed(a, r.place, a.hooks.part_units);
+  if constexpr (kHooks) HookWords<kHooks>::count_placed(a, r.out_row, a.hooks.part_units);
   if (!remote && slot_row < k.showing_rows) arrived.make_places_blank(k);
   mark_stage(k, Stage::RowPlaced);
   return true;

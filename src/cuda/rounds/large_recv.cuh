@@ -140,20 +140,20 @@ class ManyReceiver {
     const std::uint32_t copies = copies_of(k_, r);
     const bool with_scales = quantised(k_.c.wire) && part == parts_ - 1;
     if ((copies >> lane & 1) != 0) {
-      bulk_store(a_.out.x + std::uint64_t{r.place} * k_.payload_bytes + begin, from, bytes);
-      if (with_scales && k_.scales_in_pieces) bulk_store(scale_place(a_, r.place, r.expert), end, scale_bytes(k_.c));
+      bulk_store(a_.out.x + std::uint64_t{r.out_row} * k_.payload_bytes + begin, from, bytes);
+      if (with_scales && k_.scales_in_pieces) bulk_store(scale_place(a_, r.out_row, r.expert), end, scale_bytes(k_.c));
     }
     bulk_end_group();
     if (with_scales && !k_.scales_in_pieces) place_scales(r, copies, end);
     if (part == 0) place_words(a_, r);
-    if (kHooks) last_ = r.place;
+    if (kHooks) last_ = r.out_row;
     if (number - shift_ < k_.showing_rows) make_blank_again(row, part, begin, bytes);
     __syncwarp();
     return true;
   }
 
   __device__ void place_scales(const ArrivedRow& r, std::uint32_t copies, const char* scales) const {
-    char* const mine = r.place != kNone ? scale_place(a_, r.place, r.expert) : nullptr;
+    char* const mine = r.out_row != kNone ? scale_place(a_, r.out_row, r.expert) : nullptr;
     for (; copies != 0; copies &= copies - 1) {
       char* const to = of_lane(mine, __ffs(static_cast<int>(copies)) - 1);
       for (std::uint32_t nth = threadIdx.x % 32; nth < k_.scale_pieces; nth += 32)
