@@ -184,12 +184,12 @@ class Settings:
     large_tokens: int = _variable(
         "PPLX_COMM_LARGE_TOKENS", _whole(1, 2**31), "1 to 2^31",
         "On GPUs of one node, steps of at least this number of tokens take the large kernels; the same on all ranks", value=0,
-        default="by GPU, num_sms and shape: src/cuda/common/tuning.h",
+        default="by GPU, num_sms and shape: src/cuda/large/tuning.h",
     )  # fmt: skip
     sending_share: int = _variable(
         "PPLX_COMM_SENDING_SHARE", _whole(1, 100), "1 to 100",
         "Of the thread blocks of a dispatch of many tokens, in percent, those that send; the others receive from the start",
-        value=0, default="by their number: src/cuda/common/tuning.h",
+        value=0, default="by their number: src/cuda/large/tuning.h",
     )  # fmt: skip
     part_bytes: int = _variable(
         "PPLX_COMM_PART_BYTES", _whole(1, 2**40), "1 to 2^40",

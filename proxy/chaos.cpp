@@ -13,7 +13,7 @@ namespace {
 // Three bits of a piece's number travel, and five of a step's, so eight pieces later, or 32 steps, a copy would look current. A
 // replay is at most 2 * kPast arrivals old.
 constexpr std::size_t kPast = 3;
-constexpr std::size_t kMostParts = 4096;       // may wait: real queues are finite
+constexpr std::size_t kMostWaiting = 4096;       // may wait: real queues are finite
 constexpr std::size_t kErrorsKept = 64;
 constexpr std::uint32_t kLongestBurst = 4;
 constexpr std::uint64_t kLongestDelay = 10'000'000;
@@ -169,7 +169,7 @@ Post ChaosFabric::write(const Write& write) {
     ++counts_.refused;
     return Post::Again;
   }
-  if (pieces_.size() >= kMostParts) return Post::Again;
+  if (pieces_.size() >= kMostWaiting) return Post::Again;
   const std::uint64_t id = next_id_++;
   Operation& operation = operations_[id];
   operation.write = write;

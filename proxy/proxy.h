@@ -9,6 +9,7 @@
 #include <vector>
 
 #include "../src/protocol/abort.h"
+#include "../src/protocol/heap_layout.h"
 #include "../src/protocol/mailbox.h"
 #include "arrivals.h"
 #include "fabric.h"

@@ -125,7 +125,9 @@ MAY_WAIT = {
     ),
     "decode::combine": (
         MayWait("combine_kernel.cuh", "begin_combine(a, step", "the block votes on whether its step is open, and on failures"),
-        MayWait("combine_kernel.cuh", "load_first_places<kMappedOnly>(a, places)", "issued before what the vote waits for", along=True),
+        MayWait(
+            "combine_kernel.cuh", "load_first_places<kMappedOnly>(a, places)", "issued before what the vote waits for", along=True
+        ),
         MayWait("combine_kernel.cuh", "load_token_row(a, ", "the same", along=True),
     ),
 }

@@ -12,7 +12,7 @@
 #include "../host/halves.h"
 #include "../host/output_layout.h"
 #include "../protocol/hooks.h"
-#include "../protocol/heap.h"
+#include "../protocol/heap_layout.h"
 #include "../protocol/plan.h"
 
 namespace py = pybind11;

@@ -16,7 +16,7 @@
 #include "host/carried.h"
 #include "proxy/chaos.h"
 #include "proxy/proxy_thread.h"
-#include "protocol/heap.h"
+#include "protocol/heap_layout.h"
 
 namespace py = pybind11;
 

@@ -158,7 +158,7 @@ void Blocks::check_header(const BlockHeader& h, Phase phase, std::uint32_t step,
 }
 
 void Blocks::check_pieces(const BlockHeader& h, Phase phase, Op op, std::uint32_t peer) const {
-  const std::uint32_t expected = heap_.shape(h.rows).pieces;
+  const std::uint32_t expected = shape_of(heap_, h.rows).pieces;
   if (h.pieces != expected)
     protocol_error(phase, h.step, peer,
                    std::string(op_name(op)) + " header says pieces " + std::to_string(h.pieces) + ", expected " +

@@ -10,6 +10,7 @@
 #include "../host/atomic.h"
 #include "../host/notices.h"
 #include "../host/peer_order.h"
+#include "../protocol/heap_layout.h"
 #include "../protocol/mailbox.h"
 #include "../protocol/plan.h"
 #include "phase.h"

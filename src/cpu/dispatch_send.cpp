@@ -26,7 +26,7 @@ class DispatchWriter {
     header.tokens = plan_.tokens;
     header.ids_digest = plan_.ids_digest;
     header.piece = piece;
-    header.pieces = b_.heap().shape(header.rows).pieces;
+    header.pieces = shape_of(b_.heap(), header.rows).pieces;
     std::memcpy(block, &header, sizeof header);
     if (piece == 0)
       std::memcpy(block + sizeof header, plan_.counts.data() + first_expert(c_, peer), 4ull * local_experts(c_, peer));

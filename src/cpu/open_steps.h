@@ -6,7 +6,7 @@
 
 #include "../host/failure.h"
 #include "../host/step_book.h"
-#include "../protocol/step.h"
+#include "../protocol/config.h"
 #include "arguments.h"
 #include "piece_sending.h"
 

@@ -12,7 +12,7 @@ class PieceArrivals {
  public:
   // `first`: the header of piece 0, which has been checked.
   PieceArrivals(Blocks& blocks, Phase phase, Op op, const BlockHeader& first)
-      : b_(blocks), phase_(phase), op_(op), first_(first), shape_(blocks.heap().shape(first.rows)),
+      : b_(blocks), phase_(phase), op_(op), first_(first), shape_(shape_of(blocks.heap(), first.rows)),
         row_bytes_(block_layout(blocks.config(), op).row_bytes), header_bytes_(block_layout(blocks.config(), op).header_bytes),
         slot_(blocks.own_slot(set_of(blocks.config(), first.step), op, first.source)) {}
 

@@ -9,7 +9,7 @@ PieceSending::PieceSending(Blocks& blocks, std::uint32_t step, Op op, const std:
     std::uint32_t rows_per_unit = 1;
     units_of(rows[i], block_.row_bytes, &rows_per_unit);
     const std::uint64_t before = b_.mapped(peer) ? 0 : b_.announced_pieces(set_, op_, peer);
-    outs_.emplace_back(peer, b_.outgoing_slot(set_, op_, peer), before, b_.heap().shape(rows[i]), rows_per_unit);
+    outs_.emplace_back(peer, b_.outgoing_slot(set_, op_, peer), before, shape_of(b_.heap(), rows[i]), rows_per_unit);
   }
 }
 

@@ -27,14 +27,12 @@
 //   cuda, mapped      tagged pieces          blanks, in-row words      blanks; tails: in-row words    tagged piece
 //   cuda, proxy       Dispatch word          pieces                    pieces                         Combine word
 //
-// Weights blocks have the Weights word, rows between replicas come as the rows of a combine do, with the Slice word for their header.
-// A proxy's word on cuda lies in pinned host memory, or in the GPU's by GDRCopy; one warp looks there, and passes it on to the same
-// word in device memory (src/cuda/remote/proxy.cuh).
+// Weights blocks have the Weights word, rows between replicas come as the rows of a combine do, with the Slice word for their
+// header. A proxy's word on cuda lies in pinned host memory, or in the GPU's by GDRCopy; one warp looks there, and passes it on to
+// the same word in device memory (src/cuda/remote/proxy.cuh).
 #pragma once
 
-#include "both.h"
 #include "heap.h"
-#include "step.h"
 
 namespace pplx {
 

@@ -16,6 +16,9 @@ namespace pplx {
 // Those that fill blocks, and a credit, which is an immediate alone.
 enum class Op : std::uint8_t { Dispatch, Combine, Weights, Credit = 4 };
 inline constexpr std::uint32_t kOps = 3;
+inline constexpr std::uint32_t kPieceOps = 2;    // those that may go in pieces; weights blocks are small, and always whole
+inline constexpr std::uint32_t kPlaces = 2;      // a slot's, for pieces in turn: pieces.h
+inline constexpr std::uint32_t kMostParts = 8;   // a block's, for another node: parts.h; three bits of an immediate
 
 constexpr const char* op_name(Op op) {
   return op == Op::Dispatch ? "dispatch" : op == Op::Combine ? "combine" : op == Op::Weights ? "weights" : "credit";
@@ -61,8 +64,8 @@ struct BlockLayout {
   constexpr std::uint64_t row_at(std::uint64_t row) const { return header_bytes + row * row_bytes; }
 };
 
-// On a GPU a long row begins at a line of memory: a copy of a line that lies across two is two of them, also for a link. 4,096 tokens of 7168
-// numbers on 24 multiprocessors of two H200: combine 228 us in place of 240.
+// On a GPU a long row begins at a line of memory: a copy of a line that lies across two is two of them, also for a link. 4,096
+// tokens of 7168 numbers on 24 multiprocessors of two H200: combine 228 us in place of 240.
 inline constexpr std::uint32_t kLine = 128, kLongRow = 2048;
 constexpr std::uint64_t block_alignment(const Config& c) { return c.on_gpu ? kLine : 64; }
 constexpr std::uint64_t row_alignment(const Config& c, std::uint64_t bytes, std::uint64_t least) { return c.on_gpu && bytes >= kLongRow ? kLine : least; }
@@ -99,5 +102,25 @@ constexpr BlockLayout weights_block(const Config& c) {
 constexpr BlockLayout block_layout(const Config& c, Op op) {
   return op == Op::Dispatch ? dispatch_block(c) : op == Op::Combine ? combine_block(c) : weights_block(c);
 }
+
+// Rows of the parts of a block for another node (parts.h): four pairs of equal parts. A pair has 2^growth_log times the rows of the
+// one before.
+struct PartSizes {
+  std::uint32_t first_log = 31;    // rows of a part of the first pair, as a power of two
+  std::uint32_t growth_log = 0;
+
+  constexpr std::uint32_t begin(std::uint32_t part) const {
+    std::uint32_t at = 0, rows = first_log;
+    for (; part >= 2; part -= 2, rows += growth_log) at += 2u << rows;
+    return at + (part << rows);
+  }
+  constexpr std::uint32_t part_of(std::uint32_t row) const {
+    std::uint32_t part = 0, rows = first_log;
+    for (; row >> rows >= 2; part += 2, rows += growth_log) row -= 2u << rows;
+    return part + (row >> rows);
+  }
+  // The number of parts of a block of `rows` rows.
+  constexpr std::uint32_t count(std::uint32_t rows) const { return rows == 0 ? 1 : part_of(rows - 1) + 1; }
+};
 
 }  // namespace pplx

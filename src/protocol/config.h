@@ -1,9 +1,16 @@
-// The configuration of one AllToAll: the plain struct that crosses from Python to C++ to the kernels, and the arithmetic on it.
-// Every function here is constexpr, so that host and device share it.
+// The configuration of one AllToAll: the plain struct that crosses from Python to C++ to the kernels, and the arithmetic on it:
+// sizes, experts and ranks, steps, slices. Every function here is constexpr, so host and device share it.
 #pragma once
 
 #include <cstddef>
 #include <cstdint>
+
+// Marks a function that is no constexpr and runs on both sides, such as a template on the atomics of host or device.
+#ifdef __CUDACC__
+#define PPLX_BOTH __host__ __device__
+#else
+#define PPLX_BOTH
+#endif
 
 namespace pplx {
 
@@ -48,7 +55,7 @@ struct Config {
 constexpr std::uint32_t ceil_div(std::uint32_t a, std::uint32_t b) { return (a + b - 1) / b; }
 constexpr std::uint64_t align_up(std::uint64_t value, std::uint64_t to) { return (value + to - 1) / to * to; }
 
-// A block has no more rows: replicas send a part of their tokens each.
+// The most rows of a block: replicas send a part of their tokens each.
 constexpr std::uint32_t max_rows_of_block(const Config& c) { return ceil_div(c.max_tokens, c.replicas); }
 
 constexpr std::uint32_t dtype_bytes(Dtype dtype) { return dtype == Dtype::Float32 ? 4 : 2; }
@@ -63,6 +70,29 @@ constexpr std::uint32_t local_experts(const Config& c, std::uint32_t rank) {
   const std::uint32_t left = c.num_experts - first;
   return left < experts_per_rank(c) ? left : experts_per_rank(c);
 }
+
+// ---- steps: 32 bits that wrap, compared by signed difference ----
+
+constexpr std::int32_t step_difference(std::uint32_t a, std::uint32_t b) { return static_cast<std::int32_t>(a - b); }
+constexpr bool step_reached(std::uint32_t seen, std::uint32_t wanted) { return step_difference(seen, wanted) >= 0; }
+
+// in_flight is a power of two, so consecutive steps take the sets in turn, across the wrap too.
+constexpr std::uint32_t set_of(const Config& c, std::uint32_t step) { return step & (c.in_flight - 1); }
+
+// The first step that uses `set`.
+constexpr std::uint32_t first_step_of_set(const Config& c, std::uint32_t set) {
+  return c.first_step + ((set - set_of(c, c.first_step)) & (c.in_flight - 1));
+}
+
+// ---- slices: each of several replicas sends those tokens t for which t mod `of` is `number` ----
+
+struct Slice {
+  std::uint32_t number = 0, of = 1;
+
+  constexpr bool has(std::uint32_t token) const { return token % of == number; }
+  constexpr std::uint32_t tokens(std::uint32_t all) const { return (all + of - 1 - number) / of; }
+  constexpr std::uint32_t token(std::uint32_t i) const { return number + i * of; }
+};
 
 // Null if the configuration can work, else what is wrong with it. Python checks first and says more; this is the last line.
 constexpr const char* invalid(const Config& c) {

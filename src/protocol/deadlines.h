@@ -1,5 +1,5 @@
-// How long C++ code waits for what may never come. pplx_comm/control/deadlines.py has those of Python beside them and says which of both
-// must together stay within what close() promises; docs/failure.md has the whole table.
+// How long C++ code waits for what may never come. pplx_comm/control/deadlines.py has those of Python beside them and says which of
+// both must together stay within what close() promises; docs/failure.md has the whole table.
 #pragma once
 
 #include <cstdint>

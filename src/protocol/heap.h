@@ -1,16 +1,16 @@
-// The layout of a rank's memory. The part that peers write into comes first and is the same on every rank;
-// what only this rank and its proxy touch follows.
+// A rank's memory, and where everything in it is; heap_layout.h computes it. The part that peers write into comes first and is the
+// same on every rank; what only this rank and its proxy touch follows.
 //
 //   aborts | arrival[set][signal][peer] | pieces[set][op][peer] | consumed[set][op][peer] | counts[set][s], rounds[set][s] | recv[set][s] | back[set][d] |
 //   weights[set][s] | slices[set][replica] | offers[set][peer] | made[buffer] ||
 //   mailbox | credits | outgoing | sent | left, rows in pieces | send areas
 //
-// The words are explained in abort.h, arrival.h (arrival, counts), pieces.h (pieces, consumed, rounds, left) and mailbox.h (mailbox, credits,
-// outgoing, sent); blocks in block.h. Only an AllToAll in pieces has the words that count them; one in parts has the first of these (parts.h).
+// The words are explained in abort.h, arrival.h (arrival, counts), pieces.h (pieces, consumed, rounds, left) and mailbox.h
+// (mailbox, credits, outgoing, sent); blocks in block.h. Only an AllToAll in pieces has the words that count them; one in parts has
+// the first of these (parts.h).
 #pragma once
 
-#include "parts.h"
-#include "step.h"
+#include "block.h"
 
 namespace pplx {
 
@@ -21,8 +21,8 @@ constexpr Signal signal_of(Op op) {
   return op == Op::Dispatch ? Signal::Dispatch : op == Op::Combine ? Signal::Combine : Signal::Weights;
 }
 
-// Counts travel as pieces of sixteen bytes, four numbers each: those of the local experts. Another piece begins with the rows, and where
-// there are replicas one has what they compare: the number of tokens, and the digest of their ids, 21 bits in each number.
+// Counts travel as pieces of sixteen bytes, four numbers each: those of the local experts. Another piece begins with the rows, and
+// where there are replicas one has what they compare: the number of tokens, and the digest of their ids, 21 bits in each number.
 inline constexpr std::uint32_t kNumbersOfPiece = 4;
 constexpr std::uint32_t expert_pieces(const Config& c) { return ceil_div(experts_per_rank(c), kNumbersOfPiece); }
 
@@ -88,10 +88,6 @@ struct Heap {
   constexpr std::uint64_t mailbox_words(const Config& c) const {
     return std::uint64_t{c.in_flight} * (kOps + (in_pieces ? kPieceOps : 0)) * c.world;
   }
-  constexpr BlockShape shape(std::uint32_t rows) const {
-    if (rows <= slot_rows) return {rows, 1, rows > 0 ? rows : 1};
-    return {rows, ceil_div(rows, piece_rows), piece_rows};
-  }
   // Offset of a piece in its slot, or in its part of the send area.
   constexpr std::uint64_t piece_at(Op op, std::uint32_t piece) const { return place_bytes[std::uint32_t(op)] * (piece % kPlaces); }
   // How many rows it sends, how many of them show by themselves, and whether it has many tokens: 1.
@@ -129,71 +125,5 @@ struct Heap {
     return send_at(set, op) + nth * (send_bytes[std::uint32_t(op)] / c.remote_peers);
   }
 };
-
-constexpr Heap heap_of(const Config& c) {
-  constexpr std::uint64_t page = 4096;
-  Heap h;
-  std::uint64_t at = Heap::kAborts * kWordBytes;
-  h.arrival = at;
-  at = align_up(at + std::uint64_t{kWordBytes} * c.in_flight * kSignals * c.world, page);
-  if (in_pieces(c) || in_parts(c)) {
-    const std::uint64_t words = std::uint64_t{kWordBytes} * c.in_flight * kPieceOps * c.world;
-    h.pieces = at;
-    h.consumed = h.pieces + align_up(words, 64);
-    h.later_signals = h.consumed;
-    at = align_up(in_pieces(c) ? h.consumed + words : h.later_signals + words * (kMostParts - 1), page);
-  }
-  h.counts = at;
-  h.source_bytes = std::uint64_t{kPieceBytes} * expert_pieces(c);
-  h.counts_bytes = c.world * (h.source_bytes + kPieceBytes * ((c.replicas > 1 ? 2 : 1) + std::uint64_t{most_rounds(c)}));
-  at = align_up(at + h.counts_bytes * c.in_flight, page);
-  h.in_pieces = in_pieces(c);
-  h.in_parts = in_parts(c);
-  h.piece_rows = h.in_pieces ? piece_rows_of(c) : max_rows_of_block(c);
-  h.slot_rows = h.in_pieces ? kPlaces * h.piece_rows : h.piece_rows;
-  for (std::uint32_t op = 0; op < kOps; ++op) {
-    h.slots[op] = at;
-    h.slot_bytes[op] = align_up(block_layout(c, Op(op)).bytes(max_rows_of_block(c)), block_alignment(c));
-    if (h.in_pieces && op < kPieceOps) {
-      h.place_bytes[op] = align_up(block_layout(c, Op(op)).bytes(h.piece_rows), block_alignment(c));
-      h.slot_bytes[op] = kPlaces * h.place_bytes[op];
-    }
-    at = align_up(at + h.slot_bytes[op] * c.in_flight * c.world, page);
-  }
-  if (c.replicas > 1) {
-    h.slices = at;
-    h.slice_bytes = align_up(combine_block(c).bytes(max_rows_of_block(c)), block_alignment(c));
-    at = align_up(at + h.slice_bytes * c.in_flight * c.replicas, page);
-  }
-  if (c.lent != 0) {
-    h.offers = at;
-    h.made = align_up(h.offers + std::uint64_t{kPieceBytes} * c.in_flight * c.world, page);
-    h.made_bytes = align_up(std::uint64_t{c.max_rows} * c.hidden * dtype_bytes(c.dtype), page);
-    at = h.made_at(c.lent);
-  }
-  h.shared_bytes = at;
-  const std::uint64_t words = std::uint64_t{kWordBytes} * c.in_flight * kOps * c.world;
-  h.mailbox = at;
-  h.outgoing = h.mailbox + align_up(kWordBytes * h.mailbox_words(c), 64);
-  h.sent = h.outgoing + align_up(words, 64);
-  h.left = h.sent + align_up(words, 64);
-  at = align_up(h.left + (h.in_pieces ? std::uint64_t{kWordBytes} * (c.on_gpu ? 2 : 1) * c.in_flight * kPieceOps * c.world : 0), page);
-  // A token is sent once per rank that wants it, so its rows fill at most min(top_k, remote peers) places; a combine may
-  // return every row of every remote peer.
-  const std::uint64_t most = max_rows_of_block(c);
-  const std::uint64_t rows_out = most * (c.top_k < c.remote_peers ? c.top_k : c.remote_peers);
-  const std::uint64_t rows[kOps] = {rows_out, most * c.remote_peers, rows_out};
-  for (std::uint32_t op = 0; op < kOps; ++op) {
-    const BlockLayout block = block_layout(c, Op(op));
-    h.send[op] = at;
-    h.send_bytes[op] = c.on_gpu
-                           ? c.remote_peers * align_up(block.bytes(most), 64)
-                           : align_up(c.remote_peers * (align_up(block.header_bytes, 64) + 64ull) + rows[op] * block.row_bytes, 64);
-    if (h.in_pieces && op < kPieceOps) h.send_bytes[op] = c.remote_peers * h.slot_bytes[op];
-    at = align_up(at + h.send_bytes[op] * c.in_flight, page);
-  }
-  h.bytes = at;
-  return h;
-}
 
 }  // namespace pplx

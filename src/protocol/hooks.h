@@ -5,9 +5,9 @@
 //                      block are placed, whatever carried them; at once where it has none. A reader of a raised word sees the plan
 //                      as well
 //
-// They are 0 when the step begins. `planned` and `arrived` are raised when they have kRaised, the top bit, and keep it: one load and one
-// compare. Below it `arrived` counts what was placed; the planning warp adds kRaised less the final count, so the last addition
-// raises it: no warp waits for a sum. After a failure dispatch_recv raises all of them: no consumer spins for ever.
+// They are 0 when the step begins. `planned` and `arrived` are raised when they have kRaised, the top bit, and keep it: one load
+// and one compare. Below it `arrived` counts what was placed; the planning warp adds kRaised less the final count, so the last
+// addition raises it: no warp waits for a sum. After a failure dispatch_recv raises all of them: no consumer spins for ever.
 #pragma once
 
 #include "config.h"

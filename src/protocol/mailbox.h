@@ -9,10 +9,10 @@
 //             the proxy after the mail.
 //   sent      sent[set][op][peer]: arrival_word of the last block that has left. Written by the proxy, read by the device.
 //
-// The mail is stored with release: the block, and where it begins, are there for its reader. The proxy polls all of it, and a
-// word that differs from what it saw last is a block that is to go: fresh memory is 0, and a set's steps differ. A block is written
-// again only when the last one has left: until then the network may still read it. Which one that was, the device keeps in memory of
-// its own. Of a block in pieces `left` says how many have left (pieces.h).
+// The mail is stored with release: the block, and where it begins, are there for its reader. The proxy polls all of it, and a word
+// that differs from what it saw last is a block that is to go: fresh memory is 0, and a set's steps differ. A block is written
+// again only when the last one has left: until then the network may still read it. Which one that was, the device keeps in memory
+// of its own. Of a block in pieces `left` says how many have left (pieces.h).
 //
 // Behind the mail lie the credits that the device gives to remote peers, credits[set][op][peer], in the form of pieces_word(): the
 // proxy sends one for each piece.

@@ -1,37 +1,17 @@
-// Parts of a block for another node: on GPUs, a block that fits its slot leaves in up to eight of them, so that the network works while
-// the rest is still being stored, and rows are read while later ones come.
+// Parts of a block for another node: on GPUs, a block that fits its slot leaves in up to eight of them, so that the network works
+// while the rest is still being stored, and rows are read while later ones come.
 //
-// Part p has the rows [begin(p), begin(p + 1)), the last one what is left; part 0 has the header, too. Where parts begin follows from the
-// configuration alone: a warp that stores a row need not know how many there will be. There are four pairs of parts, equal within a
-// pair; a pair's are 2^growth_log times the last pair's.
+// Part p has the rows [begin(p), begin(p + 1)), the last one what is left; part 0 has the header, too. Where parts begin follows
+// from the configuration alone: a warp that stores a row need not know how many there will be. There are four pairs of parts, equal
+// within a pair; a pair's are 2^growth_log times the last pair's.
 //
-// Parts may arrive in any order; those that stand complete from the first on are counted in pieces[set][op][peer] (pieces.h), by the proxy.
-// The arrival word rises with part 0.
+// Parts may arrive in any order; those that stand complete from the first on are counted in pieces[set][op][peer] (pieces.h), by
+// the proxy. The arrival word rises with part 0.
 #pragma once
 
 #include "pieces.h"
 
 namespace pplx {
-
-inline constexpr std::uint32_t kMostParts = 8;   // three bits of an immediate
-
-struct PartSizes {
-  std::uint32_t first_log = 31;    // rows of a part of the first pair, as a power of two
-  std::uint32_t growth_log = 0;
-
-  constexpr std::uint32_t begin(std::uint32_t part) const {
-    std::uint32_t at = 0, rows = first_log;
-    for (; part >= 2; part -= 2, rows += growth_log) at += 2u << rows;
-    return at + (part << rows);
-  }
-  constexpr std::uint32_t part_of(std::uint32_t row) const {
-    std::uint32_t part = 0, rows = first_log;
-    for (; row >> rows >= 2; part += 2, rows += growth_log) row -= 2u << rows;
-    return part + (row >> rows);
-  }
-  // The number of parts of a block of `rows` rows.
-  constexpr std::uint32_t count(std::uint32_t rows) const { return rows == 0 ? 1 : part_of(rows - 1) + 1; }
-};
 
 // Only a block for the proxy of a GPU goes in parts; one whose slot is too small for it goes in pieces.
 constexpr bool in_parts(const Config& c) { return c.part_bytes != 0 && !in_pieces(c); }

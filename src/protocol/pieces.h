@@ -1,8 +1,9 @@
 // Large steps: blocks in numbered pieces, for an AllToAll whose slots do not hold max_tokens rows.
 //
-// A slot has two places. A block of at most slot_rows rows is whole: it takes both, as a slot of full size would be taken. A larger one
-// goes in pieces of piece_rows rows, the last one with what is left. Each piece is a block of its own, header and rows, and piece p
-// lies in place p mod 2. The header of every piece has the rows and the pieces of the whole block; that of piece 0 has the counts.
+// A slot has two places. A block of at most slot_rows rows is whole: it takes both, as a slot of full size would be taken. A larger
+// one goes in pieces of piece_rows rows, the last one with what is left. Each piece is a block of its own, header and rows, and
+// piece p lies in place p mod 2. The header of every piece has the rows and the pieces of the whole block; that of piece 0 has the
+// counts.
 //
 // Three words for each set, op and peer count pieces, in the form of pieces_word():
 //
@@ -15,8 +16,8 @@
 //
 // A word of another step or another generation counts no pieces, so none of them is ever reset.
 //
-// GPUs cut a step by tokens, not each block by rows: the kernels of a rank cannot wait for one peer's piece while another
-// peer waits for them. Round k is tokens [k * S, (k + 1) * S) of every rank; a token sends a peer one row at most, so S rows are room
+// GPUs cut a step by tokens, not each block by rows: the kernels of a rank cannot wait for one peer's piece while another peer
+// waits for them. Round k is tokens [k * S, (k + 1) * S) of every rank; a token sends a peer one row at most, so S rows are room
 // enough. A rank without tokens has a round without rows.
 //
 //   places    a slot has 2 * S rows behind one header. Rows of round k take those from (k mod 2) * S on, in their order, so a row of a slot has
@@ -30,16 +31,15 @@
 // All ranks pass the rounds in order, whatever their tokens, so ranks do not wait in a circle: the earliest round that is not read
 // yet waits for nothing but itself.
 //
-// Between nodes a round is a piece, with the words of above and a header of its own, which has the first and the last of its rows (block.h):
-// src/cuda/rounds/remote.cuh. Where kernels drive the network themselves, signals take the place of `pieces` and `consumed` (signals.h).
+// Between nodes a round is a piece, with the words of above and a header of its own, which has the first and the last of its rows
+// (block.h): src/cuda/rounds/remote.cuh. Where kernels drive the network themselves, signals take the place of `pieces` and
+// `consumed` (signals.h).
 #pragma once
 
-#include "block.h"
+#include "heap.h"
 
 namespace pplx {
 
-inline constexpr std::uint32_t kPlaces = 2;
-inline constexpr std::uint32_t kPieceOps = 2;           // dispatch and combine; weights blocks are small, and always whole
 inline constexpr std::uint32_t kMostPieces = 0xffff;
 
 // Bytes of all slots in a set, for dispatch and combine blocks of `rows` rows.
@@ -82,6 +82,11 @@ struct BlockShape {
   constexpr std::uint32_t begin(std::uint32_t piece) const { return piece * piece_rows; }
   constexpr std::uint32_t end(std::uint32_t piece) const { return piece + 1 >= pieces ? rows : (piece + 1) * piece_rows; }
 };
+
+constexpr BlockShape shape_of(const Heap& h, std::uint32_t rows) {
+  if (rows <= h.slot_rows) return {rows, 1, rows > 0 ? rows : 1};
+  return {rows, ceil_div(rows, h.piece_rows), h.piece_rows};
+}
 
 // How many credits a sender can still use: a piece that follows two later ones has a place without them.
 constexpr std::uint32_t useful_credits(const BlockShape& shape) { return shape.pieces > kPlaces ? shape.pieces - kPlaces : 0; }

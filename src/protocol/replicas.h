@@ -1,6 +1,6 @@
-// Replicas: ranks in a row that hold the same tokens, as the ranks of a tensor parallel group do. Of the t tokens of a step each sends
-// those of its own slice, t = slice mod slices, and adds up what comes back for them; the rows of the output that it finished so it
-// stores into the others' slices[set][replica]. Replicas share a node.
+// Replicas: ranks in a row that hold the same tokens, as the ranks of a tensor parallel group do. Of the t tokens of a step each
+// sends those of its own slice, t = slice mod slices, and adds up what comes back for them; the rows of the output that it finished
+// so it stores into the others' slices[set][replica]. Replicas share a node.
 #pragma once
 
 #include <vector>
@@ -8,14 +8,6 @@
 #include "config.h"
 
 namespace pplx {
-
-struct Slice {
-  std::uint32_t number = 0, of = 1;
-
-  constexpr bool has(std::uint32_t token) const { return token % of == number; }
-  constexpr std::uint32_t tokens(std::uint32_t all) const { return (all + of - 1 - number) / of; }
-  constexpr std::uint32_t token(std::uint32_t i) const { return number + i * of; }
-};
 
 constexpr std::uint32_t first_replica(const Config& c, std::uint32_t rank) { return rank / c.replicas * c.replicas; }
 

@@ -5,10 +5,6 @@
 
 namespace pplx {
 
-struct ScaleStrides {
-  std::uint64_t row = 0, scale = 0, group = 0;   // bytes: from row to row, scale to scale, expert to expert (Padded)
-};
-
 // Rows of one column: of an expert where each has its own place, else of the whole output.
 constexpr std::uint64_t rows_of_scale_column(const Config& c) {
   return c.layout == LayoutKind::Padded ? c.max_per_expert : c.max_rows;

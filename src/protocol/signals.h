@@ -1,5 +1,5 @@
-// The signals of a carrier that GPUs drive themselves (docs/carriers.md). A signal is a count that puts of one kind, for one set and
-// from one source, add to: it says how many have landed, and nothing about their order. It is never set back: a waiting kernel
+// The signals of a carrier that GPUs drive themselves (docs/carriers.md). A signal is a count that puts of one kind, for one set
+// and from one source, add to: it says how many have landed, and nothing about their order. It is never set back: a waiting kernel
 // knows how many there were when its generation began, and how many are to come.
 //
 //   Dispatch, Combine   of part 0, which has the header, one for each turn of the set; of each later part (parts.h) one for each block
@@ -9,8 +9,8 @@
 //                       does; and one for the credits of that peer. The next piece of a place goes once the one before is read, and credits
 //                       are given in order, so a count says which have come. How many a step has, its headers say
 //
-// Those of part 0, and of weights, lie where a proxy's arrival words of that name do; in pieces that of the second place and that of credits
-// where its words are that count pieces.
+// Those of part 0, and of weights, lie where a proxy's arrival words of that name do; in pieces that of the second place and that
+// of credits where its words are that count pieces.
 #pragma once
 
 #include "heap.h"
@@ -31,8 +31,8 @@ constexpr std::uint32_t signals_of(const Heap& heap, Op op) {
 }
 static_assert(kPlaces + 1 <= kMostParts, "what counts parts counts these");
 
-// How often the set has been used, this step included. The step's number alone has the low bits of it; `known` is a turn of the set not
-// long ago, or not far ahead.
+// How often the set has been used, this step included. The step's number alone has the low bits of it; `known` is a turn of the set
+// not long ago, or not far ahead.
 constexpr std::uint64_t turn_of(const Config& c, std::uint32_t step, std::uint64_t known) {
   const std::uint32_t mask = 0xffffffffu / c.in_flight;
   const std::uint32_t low = (step - first_step_of_set(c, set_of(c, step))) / c.in_flight + 1;

@@ -56,7 +56,7 @@ struct Pair {
       r.src_token.resize(c.max_rows);
     }
     CHECK(heap().in_pieces && heap().piece_rows == 2);
-    CHECK_EQ(heap().shape(kTokens).pieces, kPieces);
+    CHECK_EQ(shape_of(heap(), kTokens).pieces, kPieces);
   }
 
   // Every token to both ranks.

@@ -3,7 +3,7 @@
 #include <set>
 #include <vector>
 
-#include "../../src/protocol/heap.h"
+#include "../../src/protocol/heap_layout.h"
 #include "../../src/protocol/plan.h"
 #include "check.h"
 

@@ -1,5 +1,5 @@
 // From how many tokens on steps go by bulk copies, by GPU and shape.
-#include "../../src/cuda/common/tuning.h"
+#include "../../src/cuda/large/tuning.h"
 #include "check.h"
 
 using namespace pplx::cuda;

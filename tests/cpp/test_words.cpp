@@ -373,7 +373,7 @@ void check_pieces(const Config& c) {
   const std::uint32_t most = max_rows_of_block(c);
   if (!h.in_pieces) {
     CHECK(c.slot_bytes == 0 || most <= c.whole_tokens || bytes_of_slots(c, most) <= c.slot_bytes);
-    CHECK_EQ(h.shape(most).pieces, 1u);
+    CHECK_EQ(shape_of(h, most).pieces, 1u);
     Config without = c;
     without.slot_bytes = 0;
     CHECK_EQ(h.bytes, heap_of(without).bytes);   // nothing changes
@@ -383,7 +383,7 @@ void check_pieces(const Config& c) {
   CHECK(c.world * (h.slot_bytes[0] + h.slot_bytes[1]) <= c.slot_bytes);
   CHECK(h.slot_rows >= std::min(c.whole_tokens, most));
   for (std::uint32_t rows = 0; rows <= most; ++rows) {
-    const BlockShape shape = h.shape(rows);
+    const BlockShape shape = shape_of(h, rows);
     CHECK_EQ(shape.pieces == 1, rows <= h.slot_rows);
     CHECK_EQ(shape.end(shape.pieces - 1), rows);
     for (std::uint32_t p = 0; p < shape.pieces; ++p) {

@@ -126,13 +126,13 @@ inline void mbarrier_arrive(std::uint64_t* turns) {
 }
 inline void mbarrier_expect(std::uint64_t* turns, std::uint32_t bytes) { emulation::mbarrier_arrive(turns, bytes); }
 inline bool phase_wait(std::uint64_t* turns, std::uint32_t parity) {
-  if (emulation::phase_wait(turns, parity)) return true;
+  if (emulation::phase_test(turns, parity)) return true;
   emulation::yield_to_turns(turns, parity);
   return false;
 }
 inline bool phase_test(std::uint64_t* turns, std::uint32_t parity) {
   emulation::maybe_yield();
-  return emulation::phase_wait(turns, parity);
+  return emulation::phase_test(turns, parity);
 }
 inline void bulk_load(void* shared, const void* from, std::uint32_t bytes, std::uint64_t* turns) {
   emulation::copy({shared, from, bytes, turns, nullptr, 0, {}, 0});

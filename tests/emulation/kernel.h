@@ -105,7 +105,7 @@ void copy(Copy copy);
 void await_groups(unsigned but, bool stored);
 void mbarrier_init(std::uint64_t* turns, unsigned arrivals);
 void mbarrier_arrive(std::uint64_t* turns, unsigned bytes);
-bool phase_wait(const std::uint64_t* turns, unsigned parity);
+bool phase_test(const std::uint64_t* turns, unsigned parity);
 
 // Each launch finds something else than zeroes.
 inline constexpr char kPoison = static_cast<char>(0xa5);

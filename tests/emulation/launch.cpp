@@ -135,7 +135,7 @@ void* first_frame(char* stack, unsigned thread) {
 
 bool rests(Thread& thread) {
   if (thread.rests == 0) return false;
-  if (thread.turns != nullptr && phase_wait(thread.turns, thread.parity)) {
+  if (thread.turns != nullptr && phase_test(thread.turns, thread.parity)) {
     thread.rests = 0;
     return false;
   }
@@ -296,7 +296,7 @@ void mbarrier_init(std::uint64_t* word, unsigned arrivals) {
   std::memcpy(word, &turns, sizeof turns);
 }
 void mbarrier_arrive(std::uint64_t* word, unsigned bytes) { change(word, 1, static_cast<int>(bytes / 16)); }
-bool phase_wait(const std::uint64_t* word, unsigned parity) {
+bool phase_test(const std::uint64_t* word, unsigned parity) {
   Turns turns;
   std::memcpy(&turns, word, sizeof turns);
   return turns.turn % 2 != parity;

@@ -600,8 +600,8 @@ MUTANTS = [
     Mutant(
         "far rows of few: 32 bits to a row of the output",
         "src/cuda/decode/dispatch_recv.cuh",
-        "row = a.out.x + std::uint64_t{r.place} * k.payload_bytes;",
-        "row = a.out.x + r.place * k.payload_bytes;",
+        "row = a.out.x + std::uint64_t{r.out_row} * k.payload_bytes;",
+        "row = a.out.x + r.out_row * k.payload_bytes;",
         "rows beyond 4 GiB are written over the first ones",
         "far_rows_of_few and ragged",
         "_cuda",
@@ -609,8 +609,8 @@ MUTANTS = [
     Mutant(
         "far rows of many: 32 bits to a row of the output",
         "src/cuda/large/receive.cuh",
-        "a_.out.x + std::uint64_t{r.place} * k_.payload_bytes : nullptr",
-        "a_.out.x + r.place * k_.payload_bytes : nullptr",
+        "a_.out.x + std::uint64_t{r.out_row} * k_.payload_bytes : nullptr",
+        "a_.out.x + r.out_row * k_.payload_bytes : nullptr",
         "the same for rows of many",
         "far_rows_of_many and padded",
         "_cuda",

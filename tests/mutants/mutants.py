@@ -209,7 +209,7 @@ MUTANTS = [
     ),
     Mutant(
         "steps do not wrap",
-        "src/protocol/step.h",
+        "src/protocol/config.h",
         "return step_difference(seen, wanted) >= 0;",
         "return seen >= wanted;",
         "after 2^32 steps everything has arrived already",
@@ -344,7 +344,7 @@ MUTANTS = [
     # ---- replicas
     Mutant(
         "every replica sends every token",
-        "src/protocol/replicas.h",
+        "src/protocol/config.h",
         "{ return token % of == number; }",
         "{ return token % of == number || of > 1; }",
         "experts get each token as often as there are replicas, and slots overflow",

@@ -276,9 +276,9 @@ MUTANTS = [
         DISPATCH_RECV,
         """  place_copies(a, r, part, quantised(k.c.wire) && nth == k.parts - 1);
   if (nth == 0) place_words(a, r);
-  if (kHooks) count_placed(a, r.place, a.hooks.part_units);
+  if constexpr (kHooks) HookWords<kHooks>::count_placed(a, r.out_row, a.hooks.part_units);
 """,
-        """  if (kHooks) count_placed(a, r.place, a.hooks.part_units);
+        """  if constexpr (kHooks) HookWords<kHooks>::count_placed(a, r.out_row, a.hooks.part_units);
   place_copies(a, r, part, quantised(k.c.wire) && nth == k.parts - 1);
   if (nth == 0) place_words(a, r);
 """,

@@ -15,6 +15,8 @@
 #include "cuda/host/error.h"
 #include "cuda/host/exchange.h"
 #include "cuda/host/stream_event.h"
+#include "cuda/large/spans.h"
+#include "cuda/plan/plan_layout.h"
 
 namespace py = pybind11;
 

@@ -5,6 +5,8 @@
 #include <algorithm>
 #include <cstring>
 
+#include "../../protocol/number.h"
+
 #ifdef __SSE2__
 #include <immintrin.h>
 #endif

@@ -1,50 +1,46 @@
-// What crosses from the host to the kernels: one plain struct per launch, and the memory of an AllToAll that only it touches.
+// The arguments of kernels: one plain struct per launch, and the memory of an AllToAll that only its kernels and its host touch.
 //
 // One launch is one dispatch or one combine (or a half of one). Every thread block has a share of two lists of units:
 //
-//   send units    its own share first, then those that nobody has begun: common/step.cuh
+//   send units    its own share first, then untaken ones: common/step.cuh
 //   receive units each waits only for what a peer sends
 //
-// Units that send never wait for one that receives, nor behind one: a thread block has warps for each. What a replica finishes for the
-// others it sends, too: those units, in the receive half of a combine, are claimed, and come before all that wait for replicas.
+// Units that send never wait for one that receives, nor behind one: a thread block has warps for each. A replica sends the others
+// what it finishes. Those units, in the receive half of a combine, are claimed, and come before all that wait for replicas.
 //
 // So a unit waits only for peers, or for units that running thread blocks hold: one resident thread block suffices, whatever else
-// runs on the GPU. The step's number is in device memory: no launch carries one that would be wrong when a captured graph replays.
+// runs on the GPU. The step's number is in device memory: a launch that carried one would be wrong when a captured graph replays.
 //
-// The plan is made by every thread block for itself, from the ids: how many rows and choices come before its tokens is a count over
-// all earlier tokens, in any order, so no thread block waits for another's.
+// Every thread block makes the plan for itself, from the ids: the rows and choices before its tokens are a count over all earlier
+// tokens, in any order, so no thread block waits for another's.
 #pragma once
 
 #include "../../protocol/heap.h"
-#include "../../protocol/hooks.h"
 #include "../../protocol/notices.h"
-#include "../../protocol/replicas.h"
-#include "../../protocol/scale_strides.h"
-#include "../../protocol/signals.h"
 #include "tuning.h"
 
 namespace pplx::cuda {
 
 inline constexpr std::uint32_t kMaxPeers = 64;  // a bit each in a token's mask of ranks
-inline constexpr std::uint32_t kMostBlocks = 512;  // of a launch
-inline constexpr std::uint32_t kMostExperts = 8192;  // of all ranks: shared memory counts each
+inline constexpr std::uint32_t kMostBlocks = 512;  // a launch's
+inline constexpr std::uint32_t kMostExperts = 8192;  // all ranks': shared memory counts each
 inline constexpr std::uint32_t kNone = 0xffffffffu;
 
 // Device memory, one per generation. That of an earlier generation stays as it was retired, for graphs that were captured then:
 // their launches find a failure, so they send nothing and wait for nothing.
 struct Control {
-  unsigned long long step;  // of the next dispatch (32) | how many of its thread blocks know it (32): see common/step.cuh
-  std::uint32_t shares[kOps][kMostBlocks];  // of the send units of a launch: the step that took each last
-  std::uint32_t slices[kMaxInFlight];  // by set: units claimed of what this replica finishes
+  unsigned long long step;  // number of the next dispatch (32) | its thread blocks that know it (32): see common/step.cuh
+  std::uint32_t shares[kOps][kMostBlocks];  // the step that took each share of send units last
+  std::uint32_t slices[kMaxInFlight];  // units claimed of what this replica finishes
   std::uint32_t reserved;
-  unsigned long long failure;  // abort_word of the first failure: everybody stops waiting
-  unsigned long long closed[kMaxInFlight];  // by set, see closed_word
+  unsigned long long failure;  // abort_word of the first failure: all stop waiting
+  unsigned long long closed[kMaxInFlight];  // see closed_word
   // Blocks of remote peers, see remote/proxy.cuh. By set and op.
   unsigned long long looked_after[kMaxInFlight][kOps];  // 1 << 32 | the last step in which a thread block had taken its words over
-  std::uint32_t stored[kMaxInFlight][kPieceOps][kMaxPeers][kMostParts];  // of the parts of the block that is being written
-  std::uint32_t parts[kMaxInFlight][kPieceOps][kMaxPeers];  // which of them are complete, a bit each, and kTelling
+  std::uint32_t stored[kMaxInFlight][kPieceOps][kMaxPeers][kMostParts];  // rows of each part of the block that is being written
+  std::uint32_t parts[kMaxInFlight][kPieceOps][kMaxPeers];  // complete ones, a bit each, and kTelling
   std::uint64_t announced[kMaxInFlight][kOps][kMaxPeers];  // arrival_word of the last one that the proxy was told of
-  std::uint64_t left[kMaxInFlight][kOps][kMaxPeers];  // of the last one that was seen to have left
+  std::uint64_t left[kMaxInFlight][kOps][kMaxPeers];  // that of the last one that was seen to have left
 };
 // The step that last took a set (32) | its combine has begun to receive (1) | thread blocks of it that have yet to end (31).
 inline constexpr std::uint64_t kClosing = 1ull << 31;
@@ -52,7 +48,7 @@ constexpr std::uint64_t closed_word(std::uint32_t step) { return std::uint64_t{s
 constexpr std::uint64_t taken_word(std::uint32_t step, std::uint32_t blocks) { return closed_word(step) | blocks; }
 constexpr bool is_step_of(std::uint64_t word, std::uint32_t step) { return static_cast<std::uint32_t>(word >> 32) == step; }
 constexpr bool is_open(std::uint64_t word, std::uint32_t step) { return is_step_of(word, step) && (word & (kClosing - 1)) != 0; }
-// By a thread block of this step's dispatch: another one may have been here before.
+// True if a thread block of this step's dispatch may take the set: another one may have been here before.
 constexpr bool may_take(const Config& c, std::uint64_t word, std::uint32_t step) {
   return is_step_of(word, step) || (is_step_of(word, step - c.in_flight) && !is_open(word, step - c.in_flight));
 }
@@ -64,20 +60,11 @@ constexpr bool is_closing(const Config& c, std::uint64_t word, std::uint32_t ste
 struct Report {
   std::uint64_t abort;  // host to kernels, abort_word
   std::uint64_t left;  // host to kernels: peers that closed their Communicator, a bit each; what they sent is there
-  std::uint64_t busy;  // host to kernels: peers that say that they come later, a bit each; nobody is blamed meanwhile
+  std::uint64_t busy;  // host to kernels: peers that say that they come later, a bit each; no peer is blamed meanwhile
   std::uint64_t failure;  // kernels to host, abort_word; written last
-  std::uint64_t expected, seen;  // of that failure
+  std::uint64_t expected, seen;  // that failure's
   Notices notices;  // kernels to host
 };
-
-#ifdef PPLX_CARRIER
-// A carrier that kernels drive (remote/carrier.cuh) counts its puts here, in device memory: by set, op, part and peer, anew in each generation.
-struct PutCounts {
-  std::uint64_t base[kMaxInFlight][kOps][kMostParts][kMaxPeers];    // what this rank's signals said then
-  std::uint64_t turns[kMaxInFlight][kOps][kMostParts][kMaxPeers];   // that were heard of since
-  std::uint64_t posted[kMaxInFlight][kOps][kMostParts][kMaxPeers];  // puts for the peer
-};
-#endif
 
 // In a Report's `expected`, beside the flags that a combine's header must have: `seen` are those that it has.
 inline constexpr std::uint64_t kFlags = 1ull << 63;
@@ -85,7 +72,8 @@ inline constexpr std::uint32_t kFlagsAlike = kReleased | kUsesWeights | kHasTail
 // The same for how many tokens replicas passed; where that is equal, their ids differ.
 inline constexpr std::uint64_t kTokens = 1ull << 62;
 
-// The same for blocks in pieces: `expected` has the round, and whether it is waited for that the peer reads it, not that it sends it.
+// The same for blocks in pieces: `expected` has the round, and whether it is waited for that the peer reads it, not that it sends
+// it.
 inline constexpr std::uint64_t kRound = 1ull << 60, kToBeRead = 1ull << 59;
 
 // Division by a number that stays the same, for small dividends: dividend * divisor below 2^32.
@@ -100,7 +88,7 @@ struct Divider {
 template <typename T>
 inline constexpr std::size_t kBytesOfObject = align_up(sizeof(T), kLine);
 
-// What is the same in all launches of an AllToAll.
+// Common to all launches of an AllToAll.
 struct Common {
   Config c;
   Heap heap;
@@ -108,21 +96,21 @@ struct Common {
   Divider per_rank;  // experts_per_rank
   Divider top_k;
   std::uint32_t experts = 0, experts_per_rank = 0;  // local ones; of any rank but the last that has some
-  std::uint32_t expert_pieces = 0;  // of counts, of a source
+  std::uint32_t expert_pieces = 0;  // a source's pieces of counts
   std::uint32_t align_mask = 0;  // Ragged: align - 1 if that is a power of two, else kNone
-  std::uint32_t group_shift = 0;  // of the lanes that have a token's choices: a power of two
-  std::uint32_t showing_rows = 0;  // of a dispatch block, the first ones
-  std::uint32_t payload_bytes = 0, parts = 0, part_bytes = 0;  // of a dispatch row; a warp takes a part
+  std::uint32_t group_shift = 0;  // log2 of the lanes that have a token's choices
+  std::uint32_t showing_rows = 0;  // the first rows of a dispatch block, which show that they came
+  std::uint32_t payload_bytes = 0, parts = 0, part_bytes = 0;  // a dispatch row's; a warp takes a part
   Divider by_parts;
-  std::uint32_t scale_pieces = 0;  // of a dispatch row
+  std::uint32_t scale_pieces = 0;  // a dispatch row's
   bool scales_in_pieces = false;  // they lie in the output as they came
-  std::uint32_t row_bytes = 0;  // of a combine row
-  std::uint32_t most_rows = 0;  // of a block
-  std::uint32_t word_rows = kNone;  // combine: who has so many tokens, or more, gets rows with arrival words; others' show that they came
-  Slice slice;  // which of the tokens this rank sends, and finishes
+  std::uint32_t row_bytes = 0;  // a combine row's
+  std::uint32_t most_rows = 0;  // a block's
+  std::uint32_t word_rows = kNone;  // combine: rows for a rank of at least that number of tokens have arrival words
+  Slice slice;  // the tokens that this rank sends, and finishes
   std::uint64_t replicas = 0;  // the others that live and hold the same tokens, a bit each
   std::uint32_t living = 0;
-  std::uint32_t combine_blocks = 0;  // of each combine
+  std::uint32_t combine_blocks = 0;  // thread blocks of each combine
   std::uint8_t order[kMaxPeers] = {};  // the living: remote ones, then those of the node; of each, rank + 1 first, oneself last
   std::uint64_t dead = 0;  // the others, a bit each: left out at a reset
   std::uint64_t remote = 0;  // peers of other nodes, dead ones included, a bit each
@@ -131,14 +119,14 @@ struct Common {
   char* blocks = nullptr;  // the same for its blocks: there, or in this GPU's memory
 #ifdef PPLX_CARRIER
   std::uint32_t pe[kMaxPeers] = {};  // as the carrier numbers the ranks
-  PutCounts* puts = nullptr;
+  struct PutCounts* puts = nullptr;  // remote/put_counts.h
 #endif
   std::uint32_t generation = 1;
   std::uint64_t timeout_ns = 0;
   char* peers[kMaxPeers] = {};  // heaps by rank; those of the dead are not touched, of remote ones there is none
   Control* control = nullptr;
   Report* report = nullptr;
-  PartSizes dispatch_parts, combine_parts;  // of blocks for other nodes
+  PartSizes dispatch_parts, combine_parts;  // blocks for other nodes have them
   std::uint64_t* stamps = nullptr;  // bench: when each launch began, [step mod stamp_steps][dispatch, combine]
   std::uint32_t stamp_steps = 0;
 #ifdef PPLX_CUDA_STAGES
@@ -160,16 +148,9 @@ struct PlanView {
   std::uint32_t* index = nullptr;  // [own, top_k]: of this choice among those that go to its expert
   std::uint32_t* token_rows = nullptr;  // [own, top_k]: rank << 20 | row, ranks ascending, then kNone
 };
-constexpr std::uint64_t plan_rows_at(const Config& c) { return 4 * align_up(c.num_experts, 4); }
-constexpr std::uint64_t plan_digest_at(const Config& c) { return plan_rows_at(c) + 4 * align_up(c.world, 4); }
-constexpr std::uint64_t plan_rounds_at(const Config& c) { return plan_digest_at(c) + (c.replicas > 1 ? 16 : 0); }
-constexpr std::uint64_t plan_weights_at(const Config& c) { return plan_rounds_at(c) + 4 * align_up(std::uint64_t{most_rounds(c)} * c.world, 4); }
-constexpr std::uint64_t plan_bytes(const Config& c, std::uint64_t tokens) {
-  return plan_weights_at(c) + 4 * 4 * align_up(tokens * c.top_k, 4);
-}
 
-// How thread blocks plan a dispatch of many tokens together. Device memory; launches that send run one after the other. The last thread
-// block to leave makes all of the first five 0 again.
+// How thread blocks plan a dispatch of many tokens together. Device memory; launches that send run one after the other. The last
+// thread block to leave makes all of the first five 0 again.
 struct ChunkCounts {
   std::uint32_t* next = nullptr;  // chunk that is sent next
   std::uint32_t* counted = nullptr;  // chunks
@@ -183,24 +164,25 @@ struct ChunkCounts {
 // Choices by expert, then rows by rank, in pieces of sixteen bytes.
 constexpr std::uint32_t chunk_columns(const Config& c) { return static_cast<std::uint32_t>(align_up(c.num_experts + c.world, 8)); }
 
-// How the warps of a launch in pieces claim what they do, all thread blocks in one order, and how many of a round's units are done. By set,
-// device memory: the receive half of a dispatch makes those of combines 0 again, a combine those of the dispatch.
+// Counts of an AllToAll in pieces, by set, in device memory: work that warps have claimed, of all thread blocks in one order, and
+// done units of each round. The receive half of a dispatch zeroes those of combines, a combine those of the dispatch.
 enum class Claim : std::uint32_t { DispatchRecv, CombineSend, CombineRest, CombineRecv };
 inline constexpr std::uint32_t kClaims = 4;
 constexpr std::uint32_t round_counts(std::uint32_t most) { return kClaims + kPieceOps * most; }
 
-// What an AllToAll in pieces keeps of peers of other nodes (rounds/remote.cuh): device memory, by set, op and peer. Words as pieces_word().
+// Words of an AllToAll in pieces for peers of other nodes (rounds/remote.cuh): device memory, by set, op and peer, as
+// pieces_word().
 enum class RemoteWord : std::uint32_t { Told, Landed, Room };
 inline constexpr std::uint32_t kRemoteWords = 3;
 struct RemoteRounds {
   std::uint64_t* words = nullptr;  // [kRemoteWords][in_flight][kPieceOps][world]
-  std::uint32_t* stored = nullptr;  // [in_flight][kPieceOps][kPlaces][world]: of the round in that place, what is there to go
+  std::uint32_t* stored = nullptr;  // [in_flight][kPieceOps][kPlaces][world]: rows stored of the round in that place
 };
 constexpr std::uint64_t remote_rounds_words(const Config& c) { return std::uint64_t{c.in_flight} * kPieceOps * c.world; }
 
-// Of an AllToAll in pieces: protocol/pieces.h.
+// The arguments of an AllToAll in pieces: protocol/pieces.h.
 struct PieceArguments {
-  std::uint32_t tokens = 0;  // of a round, of each rank
+  std::uint32_t tokens = 0;  // each rank's, in a round
   std::uint32_t most = 0;  // rounds
   std::uint32_t begin = 0, end = kNone;  // rounds that this launch sends
   bool begins = true;  // the step, or its combine: plans and tells counts, or sends headers and weights
@@ -211,14 +193,14 @@ struct PieceArguments {
   RemoteRounds remote;  // none where all peers are of this node
 };
 
-// What a rank received, kept by the handle: where every choice of every row went. Rows of all sources, back to back.
+// The rows that a rank received, those of all sources back to back, and where each choice went. The handle keeps them.
 struct ReceivedView {
   std::uint32_t* step = nullptr;
   std::uint32_t* overflowed = nullptr;
   std::uint32_t* rows_begin = nullptr;  // [world + 1], by source
-  std::uint64_t* many = nullptr;  // sources with so many tokens that their rows of combine have arrival words, a bit each
+  std::uint64_t* many = nullptr;  // sources whose rows of combine have arrival words (word_rows), a bit each
   std::uint32_t* choices = nullptr;  // [rows]: a bit per k, as in the route
-  std::uint32_t* place = nullptr;  // [rows, top_k]: output row of each choice, or kNone; Compact: [rows]
+  std::uint32_t* out_row = nullptr;  // [rows, top_k]: each choice's, or kNone; Compact: [rows]
   float* weight = nullptr;  // [rows, top_k]; not Compact
 };
 
@@ -236,8 +218,8 @@ struct Output {
   std::int32_t* num_rows = nullptr;
 };
 
-// The words of a dispatch's hooks, where the caller has any. A row counts as row_units: each of its parts as so many that all ways of
-// cutting rows come to the same.
+// The words of a dispatch's hooks, where the caller has any. A row counts as row_units. Each of its parts counts as part_units, or
+// large_part_units, so that all ways of cutting rows have the same sum.
 struct DispatchHooks {
   std::uint32_t* planned = nullptr;
   std::uint32_t* arrived = nullptr;  // [words]
@@ -249,7 +231,7 @@ struct DispatchArguments {
   Common common;
   const char* x = nullptr;
   std::uint64_t x_stride = 0;  // bytes; rows start at multiples of 16
-  const char* scales = nullptr;  // of x, when the caller quantised
+  const char* scales = nullptr;  // x's, when the caller quantised
   ScaleStrides scale;
   const void* ids = nullptr;  // null: the plan is given
   bool wide_ids = false;  // int64
@@ -261,35 +243,15 @@ struct DispatchArguments {
   ReceivedView received;
   Output out;
   std::uint32_t tokens_per_chunk = 0, chunks = 0;
-  std::uint32_t stretches = 0;  // of chunks: so many thread blocks send
+  std::uint32_t stretches = 0;  // runs of chunks, one for each thread block that sends
   ChunkCounts chunk_counts;
   DispatchHooks hooks;
   PieceArguments pieces;
 };
 
-// True if the smaller kernels of dispatch can do it: all peers are on this node, at most 32 and none dead, without replicas, and the plan is
-// made from ids.
-inline bool is_mapped_only(const DispatchArguments& a) {
-  const Common& k = a.common;
-  return k.remote == 0 && k.dead == 0 && k.c.world <= 32 && k.c.replicas == 1 && (a.ids != nullptr || !a.send);
-}
-
-// Whether the launch raises words of hooks.
-inline bool tells_of_rows(const DispatchArguments& a) { return a.recv && a.hooks.planned != nullptr; }
-
-// A wait for the rows of some experts, from `first` on.
-struct AwaitedExperts {
-  Common common;
-  DispatchHooks hooks;
-  const std::uint32_t* step = nullptr;
-  const std::int32_t* counts = nullptr;
-  const std::int32_t* offsets = nullptr;  // Ragged
-  std::uint32_t first = 0, count = 0;
-};
-
 // How a combine row is sent: in strips, and in large steps in runs of them.
 struct SentStrips {
-  int vectors = kSentVectors;  // of a lane, a strip
+  int vectors = kSentVectors;  // a lane's, in a strip
   std::uint32_t strips = 0, runs = 0;
   Divider by_strips, by_runs;
 
@@ -302,21 +264,22 @@ struct SentStrips {
         by_runs(runs) {}
 };
 
-// How a warp receives one: a strip at once.
+// How a warp receives a combine row: a strip at once.
 struct ReceivedStrips {
-  int vectors = kReceivedVectors;  // of a lane
+  int vectors = kReceivedVectors;  // a lane's
   std::uint32_t strips = 0;
   Divider by_strips;
 
   ReceivedStrips() = default;
-  ReceivedStrips(std::uint32_t row_bytes, int vectors) : vectors(vectors), strips(ceil_div(row_bytes, vectors * 512)), by_strips(strips) {}
+  ReceivedStrips(std::uint32_t row_bytes, int vectors)
+      : vectors(vectors), strips(ceil_div(row_bytes, vectors * 512)), by_strips(strips) {}
 };
 
 struct CombineArguments {
   Common common;
   SentStrips sent;
   ReceivedStrips received_in;
-  bool sums_own = false;  // a rank's rows of its own tokens need not cross memory: who receives a token sums them. Not in small steps
+  bool sums_own = false;  // large steps: a warp that receives a token sums this rank's own rows of it
   const char* expert_out = nullptr;
   std::uint64_t expert_stride = 0;  // bytes; rows start at multiples of 16
   std::uint64_t expert_rows = 0;
@@ -339,10 +302,5 @@ struct CombineArguments {
   bool fetches = false;  // rows of peers that offer theirs
   std::uint64_t made_at = 0;  // where expert_out lies in this rank's heap, if peers may fetch it
 };
-
-// Whether the smaller kernels of combine can do it: they know peers of the node alone, and neither replicas, tails nor weights.
-inline bool is_mapped_only(const CombineArguments& a) {
-  return a.common.remote == 0 && a.common.c.replicas == 1 && !a.has_tail && !a.uses_weights;
-}
 
 }  // namespace pplx::cuda

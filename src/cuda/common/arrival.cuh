@@ -1,11 +1,11 @@
-// Pieces of sixteen bytes that show by themselves whether they have come, each whole or not at all. So nothing is released between a
-// row's last byte and its reader, which would wait for the link: bare rows of 128 tokens take 21.0 us so, 24.6 with a release per
-// part (bench/notes.md).
+// Pieces of sixteen bytes that show by themselves whether they have come, each whole or not at all. So no release stands between a
+// row's last byte and its reader. It would wait for the link: bare rows of 128 tokens take 21.0 us, 24.6 with a release per part
+// (bench/notes.md).
 //
 //   tagged   its last word is the step's: counts, routes, headers. What lay there before has another tag.
-//   blank    rows. A place is blank, all ones, until its piece is stored there; whoever reads it makes it blank again. What comes of an
-//            addition is never blank: arithmetic makes NaNs of one bit pattern only, and that has a zero. A dispatch carries any bits:
-//            a row of which some piece looks blank gets an arrival word, too, and who waits for long looks at that.
+//   blank    rows. A place is blank, all ones, until its piece is stored there; its reader makes it blank again. A sum is never
+//            blank: arithmetic makes NaNs of one bit pattern only, and that has a zero. A dispatch carries any bits: a row of which some
+//            piece looks blank gets an arrival word, and a reader that waits for long looks at that.
 //
 // A place is written again only after its reader has made it blank: a peer answers the set's next dispatch, which this rank sends
 // in a kernel after the one that read; and a dispatch's places are read before its combine is sent.
@@ -18,7 +18,7 @@ namespace pplx::cuda {
 __device__ inline bool is_blank(const uint4& v) { return v.w == kBlank; }
 __device__ inline void make_blank(char* place) { *reinterpret_cast<uint4*>(place) = make_uint4(kBlank, kBlank, kBlank, kBlank); }
 
-// Looks of a wait between two questions whether anything has failed.
+// Looks of a wait between two calls of poll_failure().
 inline constexpr std::uint32_t kLooksBetween = 64;
 
 inline constexpr std::uint32_t kLooksAtWord = 16;  // between two at the arrival word of a row that may look blank
@@ -26,9 +26,9 @@ inline constexpr std::uint32_t kLooksAtWord = 16;  // between two at the arrival
 // The pieces that a look loads, of those that a lane misses: a bit each.
 __device__ inline std::uint32_t looked_at(std::uint32_t missing, bool all) { return all ? missing : missing & ~(missing - 1); }
 
-// For a warp: look(all) loads what the lane still misses, all of it or one piece, and says whether that has come. One is enough while
-// nothing has: a hundred blocks that load all of their rows again and again are in the way of the stores that they wait for.
-// waits_for(): the peer to blame. False: something failed.
+// Waits, all lanes of a warp, for the pieces that they miss. look(all) loads all of them or one, and returns true if that has come.
+// One is enough while nothing has: a hundred blocks that load all of their rows again and again are in the way of the stores that
+// they wait for. waits_for(): the peer to blame. False: something failed.
 template <typename Look, typename Peer>
 __device__ inline bool await_pieces(const Common& k, Phase phase, std::uint32_t step, const Peer& waits_for, const Look& look) {
   if (!__all_sync(~0u, look(true))) {
@@ -51,16 +51,18 @@ __device__ inline bool await_pieces(const Common& k, Phase phase, std::uint32_t 
   return true;
 }
 
-__device__ inline bool is_tagged(const Common& k, const uint4& piece, std::uint32_t step) { return piece.w == tag_of(k.generation, step); }
+__device__ inline bool is_tagged(const Common& k, const uint4& piece, std::uint32_t step) {
+  return piece.w == tag_of(k.generation, step);
+}
 
 // A tag does not tell generation and step apart, so an error takes what was seen for this generation's.
 __device__ inline std::uint64_t seen_in(const Common& k, const uint4& piece) {
   return is_blank(piece) || piece.w == 0 ? 0 : arrival_word(k.generation, piece.w - tag_of(k.generation, 0));
 }
 
-// For one thread: waits for a tagged piece. False: something failed.
-static __device__ __noinline__ bool await_tagged(const Common& k, const char* place, Phase phase, std::uint32_t step, std::uint32_t peer,
-                                                 uint4& piece) {
+// Waits, by one thread, for a tagged piece. False: something failed.
+static __device__ __noinline__ bool await_tagged(const Common& k, const char* place, Phase phase, std::uint32_t step,
+                                                 std::uint32_t peer, uint4& piece) {
   const auto came = [&] { return is_tagged(k, piece = load_piece(place), step); };
   const std::uint64_t first = nanoseconds();
   std::uint64_t begun = first;
@@ -77,7 +79,8 @@ static __device__ __noinline__ bool await_tagged(const Common& k, const char* pl
   return true;
 }
 
-__device__ inline void store_tagged(const Common& k, char* to, std::uint32_t step, std::uint32_t x, std::uint32_t y, std::uint32_t z) {
+__device__ inline void store_tagged(const Common& k, char* to, std::uint32_t step, std::uint32_t x, std::uint32_t y,
+                                    std::uint32_t z) {
   store_piece(to, make_uint4(x, y, z, tag_of(k.generation, step)));
 }
 

@@ -1,11 +1,12 @@
-// A build for bench/stages.py (PPLX_CUDA_STAGES) notes when each warp last came to each stage. In any other build there is nothing
-// here.
+// Instruments of kernels: stages, launch times, delays. A build without their macros has none of the first and the last.
 #pragma once
 
 #include "arguments.h"
 #include "stages.h"
 
 namespace pplx::cuda {
+
+// ---- bench/stages.py (PPLX_CUDA_STAGES): when each warp last came to each stage ----
 
 #ifdef PPLX_CUDA_STAGES
 __device__ inline void mark_stage(const Common& k, Stage stage) {
@@ -14,54 +15,20 @@ __device__ inline void mark_stage(const Common& k, Stage stage) {
   asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
   k.stages[static_cast<std::uint32_t>(stage) * k.stage_warps + blockIdx.x * kMostWarps + threadIdx.x / 32] = now;
 }
-
-// As long as it lives, its warp spends its time so.
-class SpanTimer {
- public:
-  __device__ SpanTimer(const Common&, Span what) : spent_(of_block() + static_cast<std::uint32_t>(what) * kMostWarps + threadIdx.x / 32), begun_(cycles()) {}
-  __device__ ~SpanTimer() {
-    if (threadIdx.x % 32 == 0) *spent_ += static_cast<std::uint64_t>(cycles() - begun_);
-  }
-  // By all lanes of a warp, first and last.
-  __device__ static void begin() {
-    for (std::uint32_t i = threadIdx.x % 32; i < kSpanNames; i += 32) of_block()[i * kMostWarps + threadIdx.x / 32] = 0;
-    __syncwarp();
-  }
-  __device__ static void end(const Common& k) {
-    __syncwarp();
-    for (std::uint32_t i = threadIdx.x % 32; k.stages != nullptr && i < kSpanNames; i += 32)
-      k.stages[(sizeof kStages / sizeof *kStages + i) * k.stage_warps + blockIdx.x * kMostWarps + threadIdx.x / 32] +=
-          of_block()[i * kMostWarps + threadIdx.x / 32];
-  }
-
- private:
-  static constexpr std::uint32_t kSpanNames = sizeof kSpans / sizeof *kSpans;
-  __device__ static std::uint64_t* of_block() {
-    __shared__ std::uint64_t spent[kSpanNames * kMostWarps];
-    return spent;
-  }
-  __device__ static long long cycles() {
-    long long now;
-    asm volatile("mov.u64 %0, %clock64;" : "=l"(now)::"memory");
-    return now;
-  }
-
-  std::uint64_t* const spent_;
-  const long long begun_;
-};
 #else
 __device__ inline void mark_stage(const Common&, Stage) {}
-struct SpanTimer {
-  __device__ SpanTimer(const Common&, Span) {}
-  __device__ static void begin() {}
-  __device__ static void end(const Common&) {}
-};
 #endif
+
+// Keeps when this launch began, where a benchmark asks.
+__device__ inline void stamp(const Common& k, Op op, std::uint32_t step, std::uint64_t begun) {
+  if (k.stamps != nullptr && blockIdx.x == 0 && threadIdx.x == 0)
+    k.stamps[(step % k.stamp_steps) * 2 + (op == Op::Dispatch ? 0 : 1)] = begun;
+}
 
 // ---- delays for tests ----
 
-// PPLX_CUDA_FUZZ lets time pass before every publish, after every acquire and between the stores of rows. The delay follows from the
-// seed (PPLX_COMM_CUDA_FUZZ), the thread and the event. Other builds have none.
+// PPLX_CUDA_FUZZ lets time pass before every publish, after every acquire and between the stores of rows. The delay follows from
+// the seed (PPLX_COMM_CUDA_FUZZ), the thread and the event. Other builds have none.
 #ifdef PPLX_CUDA_FUZZ
 __device__ inline std::uint64_t mixed(std::uint64_t h) {
   h = (h ^ h >> 31) * 0x7fb5d329728ea185ull;
@@ -70,7 +37,7 @@ __device__ inline std::uint64_t mixed(std::uint64_t h) {
 }
 __device__ inline void fuzz_delay(const Common& k, std::uint64_t what) {
   const std::uint64_t h = mixed(what ^ k.fuzz_seed << 32 ^ std::uint64_t{blockIdx.x} << 16 ^ threadIdx.x);
-  // Mostly nothing: what comes too early is seen only where nobody waits, and a warp waits for its slowest lane.
+  // Most events have no delay: an early read shows only where no thread waits, and a warp waits for its slowest lane.
   const std::uint32_t chance = h & 63;
   if (chance < 4) __nanosleep(h >> 32 & 0x3fff);
   if (chance == 4) __nanosleep(h >> 32 & 0x1ffff);

@@ -15,8 +15,8 @@ __device__ inline uint4 by_words(const uint4& a, const uint4& b, const Sum& sum)
   return make_uint4(sum(a.x, b.x), sum(a.y, b.y), sum(a.z, b.z), sum(a.w, b.w));
 }
 
-// 0 + a + b in fp32, rounded once more, of two numbers in a word. fp32 has twice the bits of the narrow types, and two more, so adding in
-// those rounds to the same. The sum of two -0 is +0, since it began with 0: the zeros that are added.
+// 0 + a + b in fp32, rounded once more, of two numbers in a word. fp32 has twice the bits of the narrow types, and two more, so
+// adding in those rounds to the same. The sum of two -0 is +0, since it began with 0: the zeros that are added.
 template <typename Pair>
 __device__ inline std::uint32_t sum_of_pairs(std::uint32_t a, std::uint32_t b, const Pair& zeros) {
   Pair x, y;

@@ -1,5 +1,5 @@
-// Everything that kernels ask of a GPU in other words than C++'s: PTX for words that others see, for hardware barriers and for loads with hints,
-// and the shared memory of a thread block. tests/emulation has all of it for a CPU.
+// All that kernels use of a GPU beyond C++: PTX for words that others see, for hardware barriers and for loads with hints, and the
+// shared memory of a thread block. tests/emulation has all of it for a CPU.
 #pragma once
 
 #ifdef PPLX_EMULATION
@@ -28,19 +28,19 @@ __device__ inline std::uint64_t load_relaxed(const void* word) {
 __device__ inline void store_relaxed(void* word, std::uint64_t value) {
   asm volatile("st.relaxed.sys.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
-// Orders what this thread has stored, or has seen, before what it stores next, for every GPU and the host.
+// Orders what this thread has stored, or has seen, before what it stores next: for every GPU and the host, or for this GPU.
 __device__ inline void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 __device__ inline void fence_here() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-// For what the protocol's words have in common with a host's.
+// The atomics of protocol functions that host and device share.
 struct Atomics {
   __device__ static std::uint64_t load_acquire(const void* word) { return cuda::load_acquire(word); }
   __device__ static void store_release(void* word, std::uint64_t value) { cuda::store_release(word, value); }
 };
-// For threads of this GPU.
+// Releases to threads of this GPU.
 __device__ inline void store_release_here(void* word, std::uint64_t value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
 }
-// Among threads of this GPU: who completes a count sees what all have stored before they counted.
+// Adds to a count among threads of this GPU: the thread that completes it sees all that others stored before they counted.
 __device__ inline std::uint32_t count_in_order(std::uint32_t* count, std::uint32_t more) {
   std::uint32_t before;
   asm volatile("atom.add.acq_rel.gpu.global.u32 %0, [%1], %2;" : "=r"(before) : "l"(count), "r"(more) : "memory");
@@ -59,7 +59,7 @@ __device__ inline std::uint32_t swap_in_order(std::uint32_t* word, std::uint32_t
   return before;
 }
 
-// Without a result, which somebody would wait for.
+// Adds without a result to wait for.
 __device__ inline void add_relaxed(unsigned long long* word, unsigned long long more) {
   asm volatile("red.relaxed.gpu.global.add.u64 [%0], %1;" ::"l"(word), "l"(more) : "memory");
 }
@@ -78,7 +78,7 @@ __device__ inline std::uint32_t load_acquire_here(const std::uint32_t* word) {
   return value;
 }
 
-// Its result is not waited for: whoever sees the difference sees what was stored before.
+// Subtracts without a result to wait for: a thread that sees the difference sees what was stored before.
 __device__ inline void subtract_in_order(unsigned long long* word, unsigned long long less) {
   asm volatile("red.add.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(0ull - less) : "memory");
 }
@@ -91,7 +91,7 @@ __device__ inline std::uint64_t nanoseconds() {
 
 // ---- sixteen bytes ----
 
-// Whole or not at all, for who looks at the same place.
+// Stores a piece whole or not at all, as any reader of the place sees it.
 __device__ inline void store_piece(char* to, const uint4& v) {
   const std::uint64_t low = v.x | std::uint64_t{v.y} << 32, high = v.z | std::uint64_t{v.w} << 32;
   asm volatile("{\n\t.reg .b128 piece;\n\tmov.b128 piece, {%1, %2};\n\tst.relaxed.sys.global.b128 [%0], piece;\n\t}" ::"l"(to),
@@ -116,7 +116,7 @@ __device__ inline uint4 load_input(const char* from) {
   return v;
 }
 
-// ---- barriers of a thread block, for as many of its threads ----
+// ---- barriers of a thread block, for kOf of its threads ----
 
 template <std::uint32_t kBarrier, std::uint32_t kOf>
 __device__ inline void barrier_sync() {
@@ -131,21 +131,21 @@ __device__ inline void barrier_arrive(std::uint32_t barrier) {
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "n"(kOf) : "memory");
 }
 
-// A function that is not inlined does not see that a pointer is to shared memory. It would use generic atomics, loads and stores, and generic
-// atomics take many times as long. So it says so first.
+// Says that a pointer is to shared memory. A function that is not inlined does not see it, and generic atomics take many times as
+// long.
 template <typename T>
 __device__ inline T* known_shared(T* at) {
   __builtin_assume(__isShared(at));
   return at;
 }
-// A pointer to global memory that comes from another lane, or lies in shared memory, says so too: else its stores are generic ones.
+// Says that a pointer is to global memory, where it comes from another lane or lies in shared memory: else its stores are generic.
 template <typename T>
 __device__ inline T* known_global(T* at) {
   __builtin_assume(__isGlobal(at));
   return at;
 }
 
-// ---- a gate of a thread block: closed, then opened once; for any number that wait ----
+// ---- Once, below: an mbarrier of one phase that one arrival ends ----
 
 __device__ inline std::uint32_t shared_address(const void* at) { return static_cast<std::uint32_t>(__cvta_generic_to_shared(at)); }
 __device__ inline void once_init(std::uint64_t* gate) {
@@ -176,11 +176,11 @@ __device__ inline bool once_is_set(std::uint64_t* gate) {
   return is_open != 0;
 }
 
-// ---- copies beside the threads: between a thread block's shared memory and any other, in multiples of sixteen bytes; from sm_90 on ----
+// ---- bulk copies between shared memory and any other, in multiples of sixteen bytes, and their mbarriers; from sm_90 on ----
 
 #if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
 
-// Turns that begin when so many have arrived, and all bytes that any of them expects. The first one is turn 0.
+// mbarrier: a phase completes after `arrivals` arrivals and all expected bytes. The first phase is 0.
 __device__ inline void mbarrier_init(std::uint64_t* turns, std::uint32_t arrivals) {
   asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(shared_address(turns)), "r"(arrivals)
                : "memory");
@@ -193,7 +193,7 @@ __device__ inline void mbarrier_expect(std::uint64_t* turns, std::uint32_t bytes
                "r"(bytes)
                : "memory");
 }
-// Whether the turn of this parity is over. Sleeps for a while if it is not.
+// Returns true if the phase of this parity is complete. Sleeps for a while if it is not.
 __device__ inline bool phase_wait(std::uint64_t* turns, std::uint32_t parity) {
   std::uint32_t over;
   asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
@@ -222,7 +222,7 @@ __device__ inline void bulk_store(void* to, const void* shared, std::uint32_t by
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(shared)), "r"(bytes) : "memory");
 }
 __device__ inline void bulk_end_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
-// Until all of this thread's groups but the last so many have been read from shared memory, or are where they belong.
+// Waits until all of this thread's groups but the last kBut have been read from shared memory, or are stored.
 template <std::uint32_t kBut>
 __device__ inline void bulk_await_read() {
   asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kBut) : "memory");
@@ -231,14 +231,15 @@ template <std::uint32_t kBut>
 __device__ inline void bulk_await_stored() {
   asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kBut) : "memory");
 }
-// Between what threads have stored in shared memory, and copies of it. Unlike the next one it waits for no store to any other memory.
+// Orders what threads have stored in shared memory before copies of it. Unlike the next fence it waits for no store to other
+// memory.
 __device__ inline void fence_shared_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
-// Between what threads have acquired, and copies of it.
+// Orders what threads have acquired before copies of it.
 __device__ inline void fence_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
 
 #else
 
-// Nobody launches what uses them.
+// Stubs: no kernel that is launched uses them.
 __device__ inline void mbarrier_init(std::uint64_t*, std::uint32_t) { __trap(); }
 __device__ inline void mbarrier_arrive(std::uint64_t*) {}
 __device__ inline void mbarrier_expect(std::uint64_t*, std::uint32_t) {}
@@ -260,9 +261,29 @@ __device__ inline void fence_copies() {}
 
 // ---- shared memory of a thread block: an object, and what the launch asked for; both may hold anything ----
 
-// Shared memory that a launch asked for begins at a line of 128 bytes (kLine), since a bulk copy that is not in line with lines takes two
-// for each.
+// Shared memory that a launch asked for begins at a line of 128 bytes (kLine), since a bulk copy that is not in line with lines
+// takes two for each.
 #define PPLX_SHARED(Type, name) __shared__ Type name
 #define PPLX_LAUNCHED_SHARED(name) extern __shared__ __align__(128) std::uint32_t name[]
 
 #endif
+
+#include <cstdint>
+
+namespace pplx::cuda {
+
+// Guards shared memory that one warp writes, once in a launch, for any warps to read.
+struct Once {
+  std::uint64_t word;
+  // Called by one thread, before the first __syncthreads().
+  __device__ void init() { once_init(&word); }
+  // Called by all lanes of the warp that has written.
+  __device__ void set() {
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) once_set(&word);
+  }
+  __device__ void wait() { once_wait(&word); }
+  __device__ bool is_set() { return once_is_set(&word); }
+};
+
+}  // namespace pplx::cuda

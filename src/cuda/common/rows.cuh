@@ -34,8 +34,8 @@ __device__ inline uint4 load_arrived(const char* from) { return __ldcg(reinterpr
 
 __device__ inline void store16(char* to, const uint4& v) { *reinterpret_cast<uint4*>(to) = v; }
 
-// This thread's lane, as the compiler does not know it: what follows from it is found out anew where it is wanted, and not kept from before a loop, in
-// registers or on the stack.
+// This thread's lane, as the compiler does not know it: what follows from it is found out anew where it is wanted, and not kept
+// from before a loop, in registers or on the stack.
 __device__ inline std::uint32_t lane_anew() {
 #ifdef __CUDA_ARCH__
   std::uint32_t lane;

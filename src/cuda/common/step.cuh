@@ -1,5 +1,5 @@
-// Which step has a set's memory, and whether it is closed there. Host calls, captures and replays share this one truth: a step's
-// number is known on the device alone, and so is whether the memory that it takes is free.
+// Sets of memory: the step that has each, and whether it is closed there. Host calls, captures and replays share this one truth: a
+// step's number is known on the device alone, and so is whether the memory that it takes is free.
 //
 //   a dispatch    takes the set if the step before it there is closed, and says so in the set's word. It waits while thread blocks
 //                 that run are about to close that step; else it is refused: nothing is written, and all ranks fail with a sentence
@@ -35,7 +35,7 @@ struct EarlyClosed {
   }
 };
 
-// Whether this dispatch may write, as it seemed when its thread block began.
+// Returns true if this dispatch may write, as it seemed when its thread block began.
 __device__ inline bool may_take_at_once(const Common& k, std::uint32_t step, const ClosedWords& words) {
   return !words.failed && may_take(k.c, words.by_set[set_of(k.c, step)], step);
 }
@@ -60,14 +60,14 @@ __device__ inline void take_set(const Common& k, std::uint32_t step) {
   store_relaxed(closed_at(k, step), taken_word(step, k.combine_blocks));
 }
 
-// For a step that is known: the first threads of a block load the word of a set each.
+// Loads the word of a set, by each of the first threads of a block, for a step that is known.
 __device__ inline std::uint64_t load_closed(const Common& k) {
   return threadIdx.x < k.c.in_flight ? load_relaxed(&k.control->closed[threadIdx.x]) : 0;
 }
 __device__ inline bool is_not_open(const Common& k, std::uint32_t step, std::uint64_t closed) {
   return threadIdx.x == set_of(k.c, step) && !is_open(closed, step);
 }
-// By the thread that has seen it, after the vote that tells its block: a call before that would hold up every launch.
+// Fails: the thread that has seen the refusal, after the vote that tells its block. A call before that would hold up every launch.
 __device__ inline void refuse(const Common& k, std::uint32_t step, std::uint64_t closed, Phase phase) {
   fail(k, {AbortReason::Refused, phase, k.c.rank, k.c.rank, step}, step, closed);
 }
@@ -76,8 +76,8 @@ __device__ inline void begin_to_close(const Common& k, std::uint32_t step) {
   if (blockIdx.x == 0 && threadIdx.x == 0) atomicOr(closed_at(k, step), kClosing);
 }
 
-// All threads of a block, when it has received all. The next kernel sees everything; one that waits beside this one must be told in
-// order.
+// Closes the set: all threads of a block, when it has received all. The next kernel sees everything; one that waits beside this one
+// must be told in order.
 __device__ inline void close_set(const Common& k, std::uint32_t step) {
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -90,29 +90,29 @@ __device__ inline void close_set(const Common& k, std::uint32_t step) {
 
 // ---- shares of send units ----
 
-// Who sends what. The send units of a launch are dealt out in shares, one for each thread block: unit u belongs to share u modulo the
-// number of blocks. A thread block takes its own share, so it knows its first unit before it has loaded anything, and then looks for
-// shares that nobody has taken: thread blocks that have found no room on the GPU yet.
+// The send units of a launch are dealt out in shares, one for each thread block: unit u belongs to share u modulo the number of
+// blocks. A thread block takes its own share, so it knows its first unit before it has loaded anything. Then it looks for untaken
+// shares: those of blocks not yet resident.
 //
 // A share's word has the step that took it last, so none is ever reset.
 //
-// The step: every thread block of a dispatch that sends reads it on entry, then adds its part of 2^32 to the same word. The last part
-// carries into the number above, after every block has read it. Nobody waits for the sum.
+// The step: every thread block of a dispatch that sends reads it on entry, then adds its part of 2^32 to the same word. The last
+// part carries into the number above, after every block has read it. No thread waits for the sum.
 __device__ inline std::uint32_t step_of(unsigned long long word) { return static_cast<std::uint32_t>(word >> 32); }
 
-// By one thread of a block, once it has read the step.
+// Adds this block's part: one thread, once it has read the step.
 __device__ inline void pass_step(const Common& k) {
   add_relaxed(&k.control->step, blockIdx.x == 0 ? (1ull << 32) - (gridDim.x - 1) : 1ull);
 }
 
 __device__ inline std::uint32_t* shares_of(const Common& k, Op op) { return k.control->shares[static_cast<int>(op)]; }
 
-// Whether it was still to be had.
+// Claims the share; true if it was untaken.
 __device__ inline bool take_share(const Common& k, Op op, std::uint32_t share, std::uint32_t step) {
   return atomicExch(shares_of(k, op) + share, step) != step;
 }
 
-// For a warp: a share that somebody has yet to take, or kNone. All words are asked for at once.
+// Returns an untaken share, or kNone, to all lanes of a warp. It loads all words at once.
 __device__ inline std::uint32_t find_share(const Common& k, Op op, std::uint32_t step, std::uint32_t shares) {
   constexpr int kAtOnce = 8;
   std::uint32_t found = kNone;
@@ -121,7 +121,7 @@ __device__ inline std::uint32_t find_share(const Common& k, Op op, std::uint32_t
 #pragma unroll
     for (int i = 0; i < kAtOnce; ++i) {
       const std::uint32_t nth = begin + 32 * i + threadIdx.x % 32;
-      // From the next one on, so that not all go for the same.
+      // Begins behind this block, so that not all blocks find the same share.
       share[i] = nth < gridDim.x ? nth + blockIdx.x + 1 : kNone;
       if (nth < gridDim.x && share[i] >= gridDim.x) share[i] -= gridDim.x;
       taken_in[i] = share[i] < shares ? __ldcg(shares_of(k, op) + share[i]) : step;
@@ -134,7 +134,8 @@ __device__ inline std::uint32_t find_share(const Common& k, Op op, std::uint32_t
   return who == 0 ? kNone : __shfl_sync(~0u, found, __ffs(static_cast<int>(who)) - 1);
 }
 
-// For a warp whose block has done its own: another one that it has taken, or kNone. A block that has just found room takes its own.
+// Claims another share for a warp whose block has sent its own; kNone: all are taken. It waits a while, so that a block that has
+// just become resident takes its own.
 __device__ inline std::uint32_t take_another_share(const Common& k, Op op, std::uint32_t step, std::uint32_t shares) {
   for (std::uint32_t looks = 1;; ++looks) {
     const std::uint32_t share = find_share(k, op, step, shares);

@@ -3,7 +3,6 @@
 
 #include "arrival.cuh"
 #include "number.cuh"
-#include "rows.cuh"
 
 namespace pplx::cuda {
 

@@ -13,7 +13,7 @@
 
 namespace pplx::cuda {
 
-// Everything that was stored before is there for whoever sees this word.
+// Releases all that was stored before to any reader of this word.
 __device__ inline void publish(const Common& k, void* word, std::uint64_t value) {
   fuzz_delay(k, value);
   store_release(word, value);
@@ -27,7 +27,7 @@ __device__ inline std::uint32_t local_experts_of(const Common& k, std::uint32_t 
   return first >= k.c.num_experts ? 0 : min(k.c.num_experts - first, k.experts_per_rank);
 }
 
-// The block that came from the peer, and the one for the peer: in the peer's memory, or in what the proxy sends.
+// Returns the block that came from the peer, or the one for the peer: in the peer's memory, or in what the proxy sends.
 __device__ inline char* own_slot(const Common& k, std::uint32_t set, Op op, std::uint32_t peer) {
   return (is_remote(k, peer) ? k.blocks : k.peers[k.c.rank]) + k.heap.slot_at(k.c, set, op, peer);
 }
@@ -35,14 +35,6 @@ __device__ inline char* block_for(const Common& k, std::uint32_t set, Op op, std
   if (!is_remote(k, peer)) return k.peers[peer] + k.heap.slot_at(k.c, set, op, k.c.rank);
   return k.blocks + k.heap.spaced_send_at(k.c, set, op, count_ranks_below(k.remote, peer));
 }
-__device__ inline const char* arrival(const Common& k, std::uint32_t step, Signal signal, std::uint32_t peer) {
-  return k.peers[k.c.rank] + k.heap.arrival_at(k.c, set_of(k.c, step), signal, peer);
-}
-__device__ inline void raise_at_peer(const Common& k, std::uint32_t step, Signal signal, std::uint32_t peer) {
-  fuzz_delay(k, arrival_word(k.generation, step));
-  raise_arrival<Atomics>(k.peers[peer], k.heap, k.c, signal, k.c.rank, k.generation, step);
-}
-
 // The first failure latches: here, at the host, and at every peer.
 static __device__ __noinline__ void fail(const Common& k, const Abort& what, std::uint64_t expected, std::uint64_t seen) {
   const std::uint64_t word = abort_word(what);
@@ -57,7 +49,7 @@ static __device__ __noinline__ void fail(const Common& k, const Abort& what, std
   }
 }
 
-// Whether anybody has failed. The host's word lies across PCIe, so it is asked for rarely.
+// Returns true if any rank has failed. The host's word lies across PCIe, so callers rarely ask for it.
 __device__ inline bool stopped(const Common& k, bool ask_host) {
   if (load_relaxed(&k.control->failure) != 0) return true;
   std::uint64_t word = load_relaxed(k.peers[k.c.rank] + Heap::abort_at(k.generation));
@@ -77,12 +69,12 @@ __device__ inline bool matches(const Common& k, std::uint64_t word, std::uint32_
   return match == Match::Exact ? word == arrival_word(k.generation, step) : arrived(word, k.generation, step);
 }
 
-// Tells a wait that has looked in vain for a while how to go on. Left: the peer closed; all that it sent was there before it said so.
-// Busy: some rank says that it comes later, so the time in which somebody is to blame begins anew.
+// Tells a wait that has looked in vain for a while how to go on. Left: the peer closed; all that it sent was there before it said
+// so. Busy: some rank says that it comes later, so the peer's time begins anew.
 enum class Verdict { GoOn, Failed, Left, Busy };
 
-// A word of a remote peer in this GPU's memory is passed on by a warp that looks at the proxy's (remote/proxy.cuh), and that may wait for
-// another peer meanwhile. The forwarding warp times out first, so the late peer is blamed.
+// A word of a remote peer in this GPU's memory is passed on by a warp that looks at the proxy's (remote/proxy.cuh), and that may
+// wait for another peer meanwhile. The forwarding warp times out first, so the late peer is blamed.
 inline constexpr auto kPassedOnNs = static_cast<std::uint64_t>(deadlines::kPassedOn.seconds * 1e9);
 
 __device__ inline bool is_passed_on(const Common& k, const void* word, std::uint32_t peer) {
@@ -92,8 +84,8 @@ __device__ inline bool is_passed_on(const Common& k, const void* word, std::uint
 
 inline constexpr auto kBusyNs = static_cast<std::uint64_t>(deadlines::kBusy.seconds * 1e9);
 
-// `turn`: how often this wait has asked; the host's words lie across PCIe. `first`: since when it lasts; `begun`: since when somebody is
-// to blame for it.
+// Decides how a long wait goes on. turn: earlier calls of this wait; one in 256 looks across PCIe at the host's words. first: when
+// it began; begun: when the peer's time began.
 static __device__ __noinline__ Verdict poll_failure(const Common& k, const void* word, std::uint32_t turn, std::uint64_t first,
                                            std::uint64_t begun, Phase phase, std::uint32_t step, std::uint32_t peer,
                                            std::uint64_t seen) {
@@ -114,7 +106,7 @@ __device__ inline void fail_of_leaving(const Common& k, Phase phase, std::uint32
   fail(k, {AbortReason::Closed, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), seen);
 }
 
-// look(): whether it has come.
+// Calls look() until it returns true. False: something failed.
 template <typename Look>
 __device__ inline bool keep_looking(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer,
                                     const std::uint64_t& seen, const Look& look) {
@@ -153,56 +145,11 @@ __device__ inline bool wait(const Common& k, const void* word, Phase phase, std:
   return good;
 }
 
-// For a warp, after some of its lanes have waited: whether all of them succeeded. Then every lane sees what any of them has waited
-// for; a vote alone orders no memory.
+// Returns true if all lanes of a warp succeeded, after some have waited. Then every lane sees what any of them has waited for; a
+// vote alone orders no memory.
 __device__ inline bool all_of_warp(bool good) {
   __syncwarp();
   return __all_sync(~0u, good);
-}
-
-__device__ inline BlockHeader load_header(const char* block) {
-  BlockHeader h;
-  const auto* from = reinterpret_cast<const std::uint32_t*>(block);
-  h.step = __ldcg(from);
-  h.generation = __ldcg(from + 1);
-  h.rows = __ldcg(from + 2);
-  h.flags = __ldcg(from + 3);
-  h.source = __ldcg(from + 4);
-  return h;
-}
-
-// Whether it is as this step's block of that peer must have it; fails otherwise.
-__device__ inline bool check_header(const Common& k, const BlockHeader& h, Phase phase, std::uint32_t step, std::uint32_t peer) {
-  if (h.step == step && h.generation == k.generation && h.source == peer && h.rows <= k.most_rows) return true;
-  fail(k, {AbortReason::Protocol, phase, k.c.rank, peer, step}, arrival_word(k.generation, step),
-       arrival_word(h.generation, h.step));
-  return false;
-}
-
-__device__ inline BlockHeader read_header(const Common& k, const char* block, Phase phase, std::uint32_t step, std::uint32_t peer,
-                                          bool& good) {
-  const BlockHeader h = load_header(block);
-  good = check_header(k, h, phase, step, peer);
-  return h;
-}
-
-// The threads of a group of 16 or more write a header together; nobody has been told yet.
-__device__ inline void write_header(const Common& k, char* block, std::uint32_t step, std::uint32_t rows, std::uint32_t flags,
-                                    std::uint32_t thread) {
-  const std::uint32_t words[5] = {step, k.generation, rows, flags, k.c.rank};
-  if (thread < sizeof(BlockHeader) / 4)
-    reinterpret_cast<std::uint32_t*>(block)[thread] = thread == 0   ? words[0]
-                                                      : thread == 1 ? words[1]
-                                                      : thread == 2 ? words[2]
-                                                      : thread == 3 ? words[3]
-                                                      : thread == 4 ? words[4]
-                                                                    : 0;
-}
-
-// When this launch began, for the benchmark.
-__device__ inline void stamp(const Common& k, Op op, std::uint32_t step, std::uint64_t begun) {
-  if (k.stamps != nullptr && blockIdx.x == 0 && threadIdx.x == 0)
-    k.stamps[(step % k.stamp_steps) * 2 + (op == Op::Dispatch ? 0 : 1)] = begun;
 }
 
 }  // namespace pplx::cuda

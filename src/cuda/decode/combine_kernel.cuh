@@ -1,26 +1,18 @@
 // The kernels of combine(): one launch, or one per half; release() is a combine without rows.
 #pragma once
 
-#include "../common/step.cuh"
+#include "../common/choice.h"
 #include "combine_recv.cuh"
-#include "../host/launch_table.h"
 
 namespace pplx::cuda {
 namespace {
 
-// By the last warp: whose this block's share is. The others ask when their first sums are ready.
-__device__ inline void claim_own(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
-  if (threadIdx.x / 32 != kCombineWarps - 1) return;
-  if (threadIdx.x % 32 == 0) s.mine = take_share(a.common, Op::Combine, blockIdx.x, step);
-  s.claimed.set();
-}
-
-// kMappedOnly: all peers are on this node, there are no replicas, no tails and no weights of combine's own. The other kernels can do all.
-// kSent: vectors of a lane, in a strip that is sent.
+// kMappedOnly: see is_mapped_only(); the other kernels handle every case. kSent: vectors of a lane, in a strip that is sent.
 template <typename T, bool kMappedOnly, int kSent>
 __device__ __forceinline__ void run_combine(const CombineArguments& a) {
   PPLX_SHARED(CombineShared, s);
   const Common& k = a.common;
+  const std::uint32_t warp = threadIdx.x / 32;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
   mark_stage(k, Stage::CombineBegins);
   Places places;
@@ -33,10 +25,13 @@ __device__ __forceinline__ void run_combine(const CombineArguments& a) {
   if (a.send) {
     const CombineUnits units(a, s);
     const std::uint32_t senders = kCombineWarps - (kMappedOnly && a.recv ? receivers_of_combine(units.all, gridDim.x) : 0);
-    claim_own(a, step, s);
+    if (warp == kCombineWarps - 1) {  // the others ask whose the block's share is when their first sums are ready
+      if (threadIdx.x % 32 == 0) s.mine = take_share(k, Op::Combine, blockIdx.x, step);
+      s.claimed.set();
+    }
     if constexpr (!kMappedOnly)
       if (k.remote != 0) CombineExtras<kMappedOnly>::find_what_may_be_sent(k, step, s);
-    if (threadIdx.x / 32 < senders) send_combine<T, kMappedOnly, kSent>(a, step, units, senders, places, s);
+    if (warp < senders) send_combine<T, kMappedOnly, kSent>(a, step, units, senders, places, s);
   }
   if (a.recv) {
     receive_combine<T, kMappedOnly>(a, step, s);

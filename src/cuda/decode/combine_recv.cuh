@@ -6,7 +6,7 @@
 
 namespace pplx::cuda {
 
-// Whether it is what this rank expects; fails otherwise.
+// Returns true if a header is what this rank expects; fails otherwise.
 __device__ inline bool check_combine_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, std::uint32_t rows,
                                             std::uint32_t its_flags) {
   const Common& k = a.common;
@@ -30,7 +30,7 @@ __device__ inline void receive_header(const CombineArguments& a, std::uint32_t s
     fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, peer, piece.z);
 }
 
-// This lane's row of one of this rank's tokens, if it has so many. Known before the send half: loaded early.
+// Returns this lane's row of one of this rank's tokens, or kNone. The plan is known before the send half, so it is loaded early.
 __device__ inline std::uint32_t load_token_row(const CombineArguments& a, std::uint32_t unit) {
   const std::uint32_t lane = threadIdx.x % 32, token = a.received_in.by_strips.divide(unit);
   return lane < a.common.c.top_k && token < a.own && !a.release
@@ -45,7 +45,7 @@ struct ArrivingStrips {
   std::uint32_t begin, end;  // begin: this lane's
   uint4 v[kRows][kReceivedVectors];
   char* row[kRows];
-  std::uint32_t there = 0;  // those of remote blocks, whose places nobody needs to find blank: a bit each
+  std::uint32_t there = 0;  // rows of remote blocks, whose places need not be blank again: a bit each
   std::uint32_t missing = 0;  // pieces, a bit each
 
   __device__ ArrivingStrips(std::uint32_t begin, std::uint32_t end) : begin(begin), end(end) {}
@@ -90,7 +90,8 @@ __device__ inline bool await_strips(const CombineArguments& a, std::uint32_t ste
     const std::uint32_t source = kMappedOnly ? 0 : __shfl_sync(~0u, rank, first + i);
     if constexpr (!kMappedOnly)
       if (is_remote(k, source)) {
-        if (!CombineExtras<kMappedOnly>::await_remote_row(k, step, source, __shfl_sync(~0u, entry, first + i) & 0xfffffu)) return false;
+        const std::uint32_t at = __shfl_sync(~0u, entry, first + i) & 0xfffffu;
+        if (!CombineExtras<kMappedOnly>::await_remote_row(k, step, source, at)) return false;
         strips.there |= 1u << i;
       }
 #pragma unroll
@@ -109,7 +110,8 @@ __device__ inline bool await_strips(const CombineArguments& a, std::uint32_t ste
   return await_pieces(k, Phase::CombineRecv, step, waits_for, [&](bool all) { return strips.look(all); });
 }
 
-// A strip of one of this rank's tokens. `entry`: this lane's row of it. kGives: replicas get it, too. False: its rows will not come.
+// A strip of one of this rank's tokens. `entry`: this lane's row of it. kGives: replicas get it, too. False: its rows will not
+// come.
 template <typename T, bool kGives, bool kMappedOnly>
 __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, std::uint32_t entry) {
   const Common& k = a.common;
@@ -135,14 +137,15 @@ __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t st
   mark_stage(k, Stage::Added);
   if constexpr (kGives) CombineExtras<kMappedOnly>::give_strip(k, step, own, sums, begin, end);
   if constexpr (!kMappedOnly)
-    if (a.has_tail && strip == a.received_in.strips - 1) return CombineExtras<kMappedOnly>::template read_tail<kGives>(a, step, own, n, row, rank);
+    if (a.has_tail && strip == a.received_in.strips - 1)
+      return CombineExtras<kMappedOnly>::template read_tail<kGives>(a, step, own, n, row, rank);
   return true;
 }
 
 // A thread block's nth unit, which its warps take in turn. Neighbours go to different multiprocessors.
 __device__ inline std::uint32_t receive_unit(std::uint32_t nth) { return nth * gridDim.x + blockIdx.x; }
 
-// The first unit of a warp, before it has asked. The first warp, which looks for shares that nobody sends, comes last.
+// Returns the first unit of a warp, before any claim. The first warp, which looks for untaken shares, comes last.
 __device__ inline std::uint32_t first_of_warp() { return (threadIdx.x / 32 + kCombineWarps - 1) % kCombineWarps; }
 
 // Peers' headers, by the last warps, which have the least to do with a small step.
@@ -154,14 +157,15 @@ __device__ inline void receive_headers(const CombineArguments& a, std::uint32_t 
     if (threadIdx.x % 32 == 0 && (kMappedOnly || !is_remote(k, k.order[i]))) receive_header(a, step, k.order[i]);
 }
 
-// For each warp.
+// Receives what is this warp's, and the peers' headers.
 template <typename T, bool kMappedOnly>
 __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
   const Common& k = a.common;
   if constexpr (!kMappedOnly) {
     if (k.remote != 0) CombineExtras<kMappedOnly>::receive_headers(a, step);
     if (k.slice.of > 1) {
-      if (a.release || CombineExtras<kMappedOnly>::template receive_with_replicas<T>(a, step)) receive_headers<kMappedOnly>(a, step);
+      if (a.release || CombineExtras<kMappedOnly>::template receive_with_replicas<T>(a, step))
+        receive_headers<kMappedOnly>(a, step);
       return;
     }
   }

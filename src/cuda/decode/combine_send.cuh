@@ -1,9 +1,8 @@
-// combine_send of few tokens: units, each of a warp, are a header per peer, and runs of strips of every row received: the weighted sum over the row's
-// local experts, stored into the source's memory. extras/weights.cuh has what comes before them.
+// combine_send of few tokens: units, each of a warp, are a header per peer, and runs of strips of every row received: the weighted
+// sum over the row's local experts, stored into the source's memory. extras/weights.cuh has what comes before them.
 #pragma once
 
 #include "../common/step.cuh"
-#include "../common/gate.cuh"
 #include "../common/sum.cuh"
 
 namespace pplx::cuda {
@@ -16,18 +15,18 @@ struct CombineShared {
   Once claimed;  // mine
   bool mine;  // this block's own share was still to be had
   bool may_send;  // the blocks of remote peers may be written
-  std::uint32_t rows_begin[kMaxPeers + 1];  // by source; [world]: all of them
+  std::uint32_t rows_begin[kMaxPeers + 1];  // each source's first; [world]: all of them
   std::uint64_t many;  // see ReceivedView
   std::uint32_t sent;  // units of this thread block that warps have begun, beyond the first of each sender
   std::uint32_t received;  // units of this thread block that its warps have begun
-  std::uint32_t entries[kCombineThreads];  // what each lane has loaded of its warp's first unit to receive
+  std::uint32_t entries[kCombineThreads];  // each lane's row of its warp's first unit to receive
 };
 
-// Whether a source has many tokens: its rows have arrival words.
+// Returns true if a source has many tokens: its rows have arrival words.
 __device__ inline bool has_many(const CombineShared& s, std::uint32_t source) { return (s.many >> source & 1) != 0; }
 
-// By the whole block: whether this launch may work on its step. What later decisions need is in shared memory then.
-// received: units that its warps begin with.
+// Returns true if this launch may work on its step. All threads of the block call it; what later decisions need is in shared memory
+// then. received: units that its warps begin with.
 __device__ inline bool begin_combine(const CombineArguments& a, std::uint32_t& step, std::uint32_t received, CombineShared& s) {
   const Common& k = a.common;
   const std::uint64_t closed = load_closed(k);
@@ -49,8 +48,8 @@ __device__ inline bool begin_combine(const CombineArguments& a, std::uint32_t& s
 
 // The send units of a launch, in the order in which they are dealt out.
 struct CombineUnits {
-  bool small = false;  // all at once: their order is nobody's concern, and a warp knows its row before it knows how many there are
-  std::uint32_t together = 1, runs = 0;  // of a row: runs of so many strips
+  bool small = false;  // all at once: their order does not matter, and a warp knows its row before it knows how many there are
+  std::uint32_t together = 1, runs = 0;  // a row goes in `runs` runs of `together` strips
   std::uint32_t headers = 0, all = 0;  // where each kind ends
   std::uint32_t common = 0;  // rows that every source has; in large steps
 
@@ -71,7 +70,7 @@ struct CombineUnits {
     if (!small) common = common_rows(k, s);
   }
  private:
-  // For a warp.
+  // Returns the least number of rows of any source. All lanes of a warp call it.
   __device__ std::uint32_t common_rows(const Common& k, const CombineShared& s) const {
     std::uint32_t least = k.most_rows;
     for (std::uint32_t r = threadIdx.x % 32; r < k.c.world; r += 32)
@@ -82,7 +81,7 @@ struct CombineUnits {
   }
 };
 
-// Which unit is a share's nth. Each round begins one further on: else a share could have rows of one source alone.
+// Returns a share's nth unit. Each round begins one further on: else a share could have rows of one source alone.
 __device__ inline std::uint32_t unit_of_share(std::uint32_t share, std::uint32_t nth) {
   std::uint32_t in_round = share + nth;
   while (in_round >= gridDim.x) in_round -= gridDim.x;
@@ -118,15 +117,15 @@ struct RowOfUnit {
   }
 };
 
-// What all ranks of a step must have in common.
+// Returns the flags that all ranks of a step must have in common.
 __device__ inline std::uint32_t flags_of(const CombineArguments& a) {
   return (a.release ? kReleased : 0u) | (a.uses_weights ? kUsesWeights : 0u) | (a.has_tail ? kHasTail : 0u);
 }
 
 // A peer of the node gets it as one tagged piece: it proves that this rank has read the peer's dispatch.
 template <bool kMappedOnly>
-__device__ inline void send_combine_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, const CombineShared& s,
-                                           std::uint32_t parts) {
+__device__ inline void send_combine_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer,
+                                           const CombineShared& s, std::uint32_t parts) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   const std::uint32_t rows = a.release ? 0 : s.rows_begin[peer + 1] - s.rows_begin[peer];
@@ -143,7 +142,7 @@ __device__ inline void send_combine_header(const CombineArguments& a, std::uint3
 
 // Where the row's sums come from, a choice in each lane: loaded before it is known whether there is such a row.
 struct Places {
-  std::uint32_t choices = 1, place = kNone;
+  std::uint32_t choices = 1, out_row = kNone;
   float weight = 1.0f;
 
   template <bool kMappedOnly>
@@ -152,46 +151,46 @@ struct Places {
     const std::uint32_t lane = threadIdx.x % 32;
     const bool compact = k.c.layout == LayoutKind::Compact;
     choices = compact && (kMappedOnly || !a.has_tail) ? 1 : a.received.choices[at];
-    place = kNone;
+    out_row = kNone;
     weight = 1.0f;
-    if (lane >= (compact ? 1 : k.c.top_k)) return;  // not as many as there are: that load would have to come first
-    place = a.received.place[compact ? at : std::uint64_t{at} * k.c.top_k + lane];
+    if (lane >= (compact ? 1 : k.c.top_k)) return;  // not those that there are: that load would have to come first
+    out_row = a.received.out_row[compact ? at : std::uint64_t{at} * k.c.top_k + lane];
     if (!compact && a.weighted) weight = a.received.weight[std::uint64_t{at} * k.c.top_k + lane];
   }
-  // How many there are.
+  // Returns the number of choices. Forgets output rows that the caller's tensor does not have.
   __device__ std::uint32_t check(const CombineArguments& a) {
     const std::uint32_t n = a.common.c.layout == LayoutKind::Compact ? 1 : __popc(choices);
-    if (threadIdx.x % 32 >= n) place = kNone;
-    if (place != kNone && place >= a.expert_rows) {
+    if (threadIdx.x % 32 >= n) out_row = kNone;
+    if (out_row != kNone && out_row >= a.expert_rows) {
       a.common.report->notices.short_output = 1;
-      place = kNone;
+      out_row = kNone;
     }
     return n;
   }
 };
 
-// This block's own share is sent by nobody else: asked when the first sums are ready.
+// Returns true if this warp may store. It asks when its first sums are ready: another block may have taken this block's own share.
 __device__ inline bool may_store(CombineShared& s, bool own) {
   if (!own) return true;
   s.claimed.wait();
   return s.mine;
 }
 
-// Of a row with n choices here: what goes back to its source.
+// Sums a row with n choices here, for its source.
 template <typename T, int kVectors>
-__device__ inline void sum_row(const CombineArguments& a, const Places& places, std::uint32_t n, std::uint32_t begin, std::uint32_t end,
-                               Sums<T, kVectors>& sums) {
+__device__ inline void sum_row(const CombineArguments& a, const Places& places, std::uint32_t n, std::uint32_t begin,
+                               std::uint32_t end, Sums<T, kVectors>& sums) {
   const auto pointer = [&](std::uint32_t i) -> const char* {
-    const std::uint32_t from = __shfl_sync(~0u, places.place, i);
+    const std::uint32_t from = __shfl_sync(~0u, places.out_row, i);
     return from == kNone ? nullptr : a.expert_out + from * a.expert_stride;
   };
   const auto weight_of = [&](std::uint32_t i) { return __shfl_sync(~0u, places.weight, i); };
-  const bool only_copied = a.common.c.layout == LayoutKind::Compact && __any_sync(~0u, places.place != kNone);
+  const bool only_copied = a.common.c.layout == LayoutKind::Compact && __any_sync(~0u, places.out_row != kNone);
   if (only_copied) sums.start(-0.0f);  // keeps its sign of zero
   sums.add(n, begin, end, pointer, weight_of);
 }
 
-// Which of the rows that are sent a run of strips is of.
+// Returns the row, among all that are sent, of a run of strips.
 __device__ inline std::uint32_t row_of_run(const CombineArguments& a, const CombineUnits& units, std::uint32_t run) {
   return units.runs == 1 ? run : units.small ? a.sent.by_strips.divide(run) : a.sent.by_runs.divide(run);
 }
@@ -230,17 +229,18 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   mark_stage(k, Stage::Sent);
   const bool with_tail = !kMappedOnly && a.has_tail && last == a.sent.strips;
   if constexpr (!kMappedOnly)
-    if (with_tail) CombineExtras<kMappedOnly>::write_tail(a, places.choices, places.place, to + k.combine.tail_at);
+    if (with_tail) CombineExtras<kMappedOnly>::write_tail(a, places.choices, places.out_row, to + k.combine.tail_at);
   const bool by_word = has_many(s, of.source);
   if (!with_tail && !remote && !by_word) return;
   __syncwarp();
   if (threadIdx.x % 32 != 0) return;
   if constexpr (!kMappedOnly)
     if (remote) {
-      CombineExtras<kMappedOnly>::count_strips(k, step, of.source, of.row, units.runs, s.rows_begin[of.source + 1] - s.rows_begin[of.source]);
+      const std::uint32_t rows = s.rows_begin[of.source + 1] - s.rows_begin[of.source];
+      CombineExtras<kMappedOnly>::count_strips(k, step, of.source, of.row, units.runs, rows);
       return;
     }
-  publish(k, to + k.combine.arrival_at, arrival_word(k.generation, step));  // a tail is any bits at all: no blank shows that it came
+  publish(k, to + k.combine.arrival_at, arrival_word(k.generation, step));  // a tail is any bits: no blank shows that it came
 }
 
 template <typename T, bool kMappedOnly, int kVectors>
@@ -254,7 +254,7 @@ __device__ inline void send_unit(const CombineArguments& a, std::uint32_t step, 
   if (may_store(s, own)) send_combine_header<kMappedOnly>(a, step, k.order[unit], s, units.runs);
 }
 
-// What a warp loads before the kernel knows how many rows there are: its first unit, if the step is a small one.
+// Loads a warp's first unit, if the step is a small one, before the kernel knows how many rows there are.
 template <bool kMappedOnly>
 __device__ inline void load_first_places(const CombineArguments& a, Places& places) {
   const Common& k = a.common;
@@ -264,7 +264,7 @@ __device__ inline void load_first_places(const CombineArguments& a, Places& plac
   if (at < k.c.world * k.most_rows) places.load<kMappedOnly>(a, at);
 }
 
-// For each warp that sends. The first one then looks for shares that nobody has begun; it sends those alone.
+// Sends this block's share: all its sending warps. The first warp then looks for untaken shares, and sends those alone.
 template <typename T, bool kMappedOnly, int kVectors>
 __device__ inline void send_combine(const CombineArguments& a, std::uint32_t step, const CombineUnits& units, std::uint32_t senders,
                                     Places& places, CombineShared& s) {

@@ -19,7 +19,9 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_con
 Choice<DispatchArguments> choose(const Config& c, const DispatchCall& call) {
   if (call.hooks) return choose_with_hooks(c, call);
   if (!call.mapped_only) return choose_general(c, call);
-  return choose_mode(c, call, [&](auto mode) { return decode_choice("decode::dispatch", c, dispatch<decltype(mode), true, false>); });
+  return choose_mode(c, call, [&](auto mode) {
+    return decode_choice("decode::dispatch", c, dispatch<decltype(mode), true, false>);
+  });
 }
 
 }  // namespace decode

@@ -1,9 +1,9 @@
 // The kernels of dispatch(): one launch, or one per half.
 #pragma once
 
+#include "../common/choice.h"
 #include "dispatch_recv.cuh"
 #include "dispatch_send.cuh"
-#include "../host/launch_table.h"
 
 namespace pplx::cuda {
 namespace {
@@ -13,13 +13,25 @@ struct DispatchShared {
   ReceiveShared receive;
 };
 
-// kMappedOnly: all peers are on this node, at most 32 and none dead, there are no replicas, and the plan is made from ids. The other kernels
-// can do all. kHooks: the caller's kernels hear of what has come.
+// Warps behind the senders with a part of their own. All warps receive rows once they have done theirs.
+inline constexpr std::uint32_t kPublisher = kSenderWarps, kRowCounter = kPublisher + 1, kRowPlacer = kPublisher + 2;
+inline constexpr std::uint32_t kProxyWatcher = kPublisher + 3;
+static_assert(kProxyWatcher < kDispatchWarps);
+
+// Meets the whole block, while its first loads are under way. Returns the step, which the publisher has read.
+__device__ inline std::uint32_t hear_step(const Common& k, const SendShared& s) {
+  __syncthreads();
+  mark_stage(k, Stage::Claimed);
+  return s.step;
+}
+
+// kMappedOnly: see is_mapped_only(); the other kernels handle every case. kHooks: the launch raises words of hooks.
 template <typename Mode, bool kMappedOnly, bool kHooks>
 __device__ __forceinline__ void run_dispatch(const DispatchArguments& a) {
   PPLX_LAUNCHED_SHARED(words);  // the send half's counts by expert, then the receive half's places
   PPLX_SHARED(DispatchShared, s);
   const Common& k = a.common;
+  const std::uint32_t warp = threadIdx.x / 32;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
   mark_stage(k, Stage::DispatchBegins);
   if (threadIdx.x == 0) {
@@ -29,31 +41,39 @@ __device__ __forceinline__ void run_dispatch(const DispatchArguments& a) {
   }
   if (threadIdx.x < kMaxPeers) s.receive.choices[threadIdx.x] = 0;
   std::uint32_t step = 0;
-  if (a.send) {
-    EarlyLoads<Mode, kMappedOnly> early;
-    if (is_publisher()) {
-      read_step(a, s.send);
-    } else if (is_sender()) {
-      early.load(a, blockIdx.x);
-      forget_counts(k, s.send, words);
-    }
-    __syncthreads();
-    mark_stage(k, Stage::Claimed);
-    step = s.send.step;
-    if (is_sender()) send_dispatch<Mode, kMappedOnly>(a, early, s.send, words);
-    if (is_publisher()) publish_dispatch<kMappedOnly>(a, s.send);
-  } else if (!find_open_step(a, step)) {
-    if (kHooks) raise_after_failure(a);
+  if (!a.send && !find_open_step(a, step)) {
+    if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);
     return;
   }
+
+  const Experts experts{words + align_up(k.c.num_experts, kNumbersOfPiece), k.expert_pieces};
+  if (warp < kSenderWarps) {
+    if (a.send) {
+      EarlyLoads<Mode, kMappedOnly> early;
+      early.load(a, blockIdx.x);
+      forget_counts(k, s.send, words);
+      step = hear_step(k, s.send);
+      send_dispatch<Mode, kMappedOnly>(a, early, s.send, words);
+    }
+  } else if (warp == kPublisher) {
+    if (a.send) {
+      read_step(a, s.send);
+      step = hear_step(k, s.send);
+      publish_dispatch<kMappedOnly>(a, s.send);
+    }
+  } else {
+    if (a.send) step = hear_step(k, s.send);
+    if (a.recv && warp == kRowCounter) {
+      count_rows(a, step, s.receive);
+    } else if (a.recv && warp == kRowPlacer) {
+      place_rows<kMappedOnly, kHooks>(a, step, s.receive, experts);
+    } else if constexpr (!kMappedOnly) {
+      if (a.recv && warp == kProxyWatcher && k.remote != 0) DispatchExtras<kMappedOnly>::pass_on(a, step);
+    }
+  }
   if (a.recv) {
-    const Experts experts{words + align_up(k.c.num_experts, kNumbersOfPiece), k.expert_pieces};
-    if (counts_rows()) count_rows(a, step, s.receive);
-    if (places_rows()) place_rows<kMappedOnly, kHooks>(a, step, s.receive, experts);
-    if constexpr (!kMappedOnly)
-      if (k.remote != 0 && looks_after_proxy()) DispatchExtras<kMappedOnly>::pass_on(a, step);
     receive_dispatch<kMappedOnly, kHooks>(a, step, s.receive, experts);
-    if (kHooks) raise_after_failure(a);
+    if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);
   }
   mark_stage(k, Stage::DispatchEnds);
   stamp(k, Op::Dispatch, step, begun);

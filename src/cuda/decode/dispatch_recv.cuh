@@ -1,5 +1,5 @@
-// dispatch_recv of few tokens: while two warps find out where rows go, the others fetch what has come of them. A warp copies a part of a row to all of
-// its places.
+// dispatch_recv of few tokens: while two warps find out where rows go, the others fetch what has come of them. A warp copies a part
+// of a row to each of its output rows.
 #pragma once
 
 #include "../common/arrival.cuh"
@@ -7,13 +7,13 @@
 
 namespace pplx::cuda {
 
-// A warp's part of a row: pieces of payload, of the route, and with the last part of scales. They are loaded before anybody knows where
-// they go.
+// A warp's part of a row: pieces of payload, of the route, and with the last part of scales. They are loaded before it is known
+// where they go.
 struct ArrivedPart {
   static constexpr std::uint32_t kVectors = kPartBytes / 512;
   static constexpr std::uint32_t kScale = kVectors, kRoute = kVectors + 1;  // bits
   const char* row;
-  std::uint32_t begin, end;  // of payload; begin: this lane's
+  std::uint32_t begin, end;  // bytes of payload; begin: this lane's
   bool full;  // every lane has all vectors
   uint4 payload[kVectors], scale, route;
   std::uint32_t wanted = 0, missing = 0;  // a bit each
@@ -88,9 +88,9 @@ struct ArrivedPart {
 __device__ inline void place_copies(const DispatchArguments& a, const ArrivedRow& r, const ArrivedPart& part, bool with_scales) {
   const Common& k = a.common;
   char *row = nullptr, *scales = nullptr;
-  if (r.place != kNone) {
-    row = a.out.x + std::uint64_t{r.place} * k.payload_bytes;
-    if (with_scales) scales = scale_place(a, r.place, r.expert);
+  if (r.out_row != kNone) {
+    row = a.out.x + std::uint64_t{r.out_row} * k.payload_bytes;
+    if (with_scales) scales = scale_place(a, r.out_row, r.expert);
   }
 #pragma unroll 1
   for (std::uint32_t copies = copies_of(k, r); copies != 0; copies &= copies - 1) {
@@ -105,7 +105,7 @@ __device__ inline void place_copies(const DispatchArguments& a, const ArrivedRow
   }
 }
 
-// For one thread: waits for a row whose pieces do not show it. False: it will not come.
+// Waits, by one thread, for a row whose pieces do not show it. False: it will not come.
 template <bool kMappedOnly>
 __device__ inline bool await_row(const Common& k, std::uint32_t step, std::uint32_t source, std::uint32_t row, const char* word) {
   if constexpr (!kMappedOnly)
@@ -115,7 +115,8 @@ __device__ inline bool await_row(const Common& k, std::uint32_t step, std::uint3
 
 // Waits for a part of a row. False: it will not come.
 template <bool kMappedOnly>
-__device__ inline bool fetch_part(const Common& k, std::uint32_t step, std::uint32_t source, std::uint32_t row, bool shows, ArrivedPart& part) {
+__device__ inline bool fetch_part(const Common& k, std::uint32_t step, std::uint32_t source, std::uint32_t row, bool shows,
+                                  ArrivedPart& part) {
   if (!shows) {
     bool good = true;
     if (threadIdx.x % 32 == 0) good = await_row<kMappedOnly>(k, step, source, row, part.row + k.dispatch.arrival_at);
@@ -154,7 +155,7 @@ __device__ inline bool receive_part(const DispatchArguments& a, std::uint32_t st
   if (!s.placed_all || !read_route(a, step, part.route, e, r)) return false;
   place_copies(a, r, part, quantised(k.c.wire) && nth == k.parts - 1);
   if (nth == 0) place_words(a, r);
-  if (kHooks) count_placed(a, r.place, a.hooks.part_units);
+  if constexpr (kHooks) HookWords<kHooks>::count_placed(a, r.out_row, a.hooks.part_units);
   if (mapped && number < k.showing_rows) part.make_places_blank(k);
   mark_stage(k, Stage::RowPlaced);
   return true;
@@ -162,15 +163,15 @@ __device__ inline bool receive_part(const DispatchArguments& a, std::uint32_t st
 
 // In a step of many tokens: n rows of a source that has few, from row `first` of all sources on.
 template <bool kHooks>
-static __device__ __noinline__ bool receive_showing(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts e, std::uint32_t first,
-                                                    std::uint32_t n) {
+static __device__ __noinline__ bool receive_showing(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s,
+                                                    const Experts e, std::uint32_t first, std::uint32_t n) {
   const std::uint32_t begin = first * a.common.parts;
   for (std::uint32_t unit = begin; unit < begin + n * a.common.parts; ++unit)
     if (!receive_part<true, kHooks>(a, step, unit, s, e)) return false;
   return true;
 }
 
-// For any warp of the block, once it has nothing to send.
+// Receives rows, by any warp of the block that has nothing else to do.
 template <bool kMappedOnly, bool kHooks>
 __device__ inline void receive_dispatch(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts& e) {
   const Common& k = a.common;

@@ -1,24 +1,43 @@
 // dispatch_send: units are the counts per peer, then runs of tokens. A thread block counts what comes before its tokens, quantises
-// each once, and stores its row into every peer that wants it. Rows that do not show by themselves that they have come get an arrival
-// word, by the publisher: all of a unit together, while the senders are at the next unit, or receive.
+// each once, and stores its row into every peer that wants it. Rows that do not show by themselves that they have come get an
+// arrival word, by the publisher: all of a unit together, while the senders are at the next unit, or receive.
 #pragma once
 
 #include <type_traits>
 
 #include "../common/step.cuh"
-#include "payload.cuh"
 #include "../plan/token_plan.cuh"
-#include "../common/rows.cuh"
+#include "payload.cuh"
 
 namespace pplx::cuda {
 
+// ---- where senders and publisher meet ----
+
+// The senders go on while the publisher waits until their stores have reached the peers: a release at system scope takes as long as
+// the link is behind.
+inline constexpr std::uint32_t kAmongSenders = 1;
+inline constexpr std::uint32_t kStored = 2;     // and 3, for units in turn: senders to publisher
+inline constexpr std::uint32_t kPublished = 4;  // and 5: publisher to senders
+inline constexpr std::uint32_t kClaimed = 6;    // publisher to senders, once: whose the block's share is
+inline constexpr std::uint32_t kSendersAndPublisher = kSenders + 32;
+
+__device__ inline void sync_senders() { barrier_sync<kAmongSenders, kSenders>(); }
+// One side signals, the other waits.
+__device__ inline void signal(std::uint32_t barrier) {
+  __threadfence_block();
+  barrier_arrive<kSendersAndPublisher>(barrier);
+}
+__device__ inline void await(std::uint32_t barrier) { barrier_sync<kSendersAndPublisher>(barrier); }
+
+// ---- what a thread block sends ----
+
 // A unit whose payload is on its way, as the publisher finds it.
 struct StoredUnit {
-  char* row[kMostTokensOfUnit][kMaxTopK];  // of each token, ranks ascending
+  char* row[kMostTokensOfUnit][kMaxTopK];  // each token's, ranks ascending
   std::uint32_t rank[kMostTokensOfUnit][kMaxTopK];
-  unsigned long long ranks[kMostTokensOfUnit];  // whose, a bit each
+  unsigned long long ranks[kMostTokensOfUnit];  // that want the token, a bit each
   std::uint32_t next_row[kMaxPeers];  // behind the unit's last row for a peer, if it has any; of remote ones
-  bool by_word[kMostTokensOfUnit][kMaxTopK];  // which of them lie beyond those that show
+  bool by_word[kMostTokensOfUnit][kMaxTopK];  // true: the row lies beyond those that show
   bool looks_blank[kMostTokensOfUnit];
   bool ended;
 
@@ -34,26 +53,26 @@ struct SendShared {
   std::uint32_t share;  // that is sent next, or kNone
   bool taken;  // the set's memory is this step's
   bool may_send;  // the blocks of remote peers may be written
-  unsigned long long digest;  // of all tokens' ids
+  unsigned long long digest;  // sum over all tokens' ids
 };
 
-// What a thread block must have counted for a unit: for a peer's counts all tokens.
+// Returns the tokens that a thread block must have counted for a unit: all of them, for a peer's counts.
 __device__ inline std::uint32_t tokens_before(const DispatchArguments& a, std::uint32_t unit) {
   return unit < a.common.living ? a.own : (unit - a.common.living) * a.tokens_per_unit;
 }
 
-// The caller's token that is this rank's nth.
+// Returns the caller's token that is this rank's nth.
 template <bool kMappedOnly>
 __device__ inline std::uint32_t token_of(const Common& k, std::uint32_t own) {
   return kMappedOnly ? own : k.slice.token(own);
 }
 
-// What a sender has loaded before the step is known: all of its block's share is known.
+// A sender's loads before the step is known. They are of its block's own share.
 template <typename Mode, bool kMappedOnly>
 struct EarlyLoads {
-  Payload<Mode> payload;  // of the first token
+  Payload<Mode> payload;  // the first token's
   EarlyIds counted;
-  RawId id;  // of this thread's choice in the unit
+  RawId id;  // this thread's choice in the unit
   float weight = 1.0f;
   PlannedToken<kMappedOnly> token;  // the first one, as far as its ids say
 
@@ -95,7 +114,7 @@ struct EarlyLoads {
   }
 };
 
-// The publisher's first part: the step, and whether this launch may write.
+// Reads the step, and whether this launch may write: the publisher's first part.
 __device__ inline void read_step(const DispatchArguments& a, SendShared& s) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
@@ -109,7 +128,7 @@ __device__ inline void read_step(const DispatchArguments& a, SendShared& s) {
   pass_step(k);
 }
 
-// By the publisher, while the senders count: whether this block's own share is still to be had, and may be sent.
+// Claims this block's own share, and finds out if it may be sent: the publisher, while the senders count.
 template <bool kMappedOnly>
 __device__ inline void claim_own(const DispatchArguments& a, SendShared& s) {
   const Common& k = a.common;
@@ -161,15 +180,16 @@ __device__ inline void send_counts(const DispatchArguments& a, std::uint32_t ste
     fuzz_delay(k, rows);
     store_tagged(k, k.peers[peer] + k.heap.rows_at(k.c, set, k.c.rank), step, rows, k.showing_rows, a.own >= k.word_rows ? 1 : 0);
   }
-  // Nobody else says how many rows the dead get.
+  // Zeroes the row counts of dead ranks.
   if (!kMappedOnly && peer == k.c.rank && threadIdx.x < k.c.world && (k.dead >> threadIdx.x & 1) != 0) a.plan.rows[threadIdx.x] = 0;
   if constexpr (!kMappedOnly)
-    if (k.slice.of > 1 && ((k.replicas | 1ull << k.c.rank) >> peer & 1) != 0) DispatchExtras<kMappedOnly>::tell_replica(a, step, peer, s);
+    if (k.slice.of > 1 && ((k.replicas | 1ull << k.c.rank) >> peer & 1) != 0)
+      DispatchExtras<kMappedOnly>::tell_replica(a, step, peer, s);
 }
 
 // ---- rows ----
 
-// The word of scales at `at`, as the caller has them: anywhere in memory, by row or by column.
+// Returns a token's word of scales number `at`. The caller has them anywhere in memory, by row or by column.
 __device__ inline std::uint32_t given_scales(const DispatchArguments& a, std::uint32_t token, std::uint32_t at) {
   const Common& k = a.common;
   const char* from = a.scales + token * a.scale.row;
@@ -181,10 +201,11 @@ __device__ inline std::uint32_t given_scales(const DispatchArguments& a, std::ui
   std::uint32_t word = 0;
 #pragma unroll
   for (std::uint32_t i = 0; i < 4; ++i)
-    if (4 * at + i < scales_per_row(k.c)) word |= std::uint32_t{*reinterpret_cast<const std::uint8_t*>(from + (4 * at + i) * a.scale.scale)} << 8 * i;
+    if (4 * at + i < scales_per_row(k.c))
+      word |= std::uint32_t{*reinterpret_cast<const std::uint8_t*>(from + (4 * at + i) * a.scale.scale)} << 8 * i;
   return word;
 }
-// Sixteen bytes of scales, of which the row's have `at` times as many before them.
+// Returns a token's piece of scales number `at`: four words.
 __device__ inline uint4 given_piece_of_scales(const DispatchArguments& a, std::uint32_t token, std::uint32_t at) {
   const std::uint32_t words = scale_words(a.common.c);
   std::uint32_t word[4] = {};
@@ -206,7 +227,7 @@ __device__ inline void write_given_scales(const DispatchArguments& a, std::uint3
   }
 }
 
-// A warp's part: the route of one row, a lane for each of its token's choices.
+// Writes the route of one row: a warp, a lane for each of its token's choices.
 template <bool kMappedOnly>
 __device__ inline void write_route(const DispatchArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t rank,
                                    const PlannedToken<kMappedOnly>& t, char* row) {
@@ -218,7 +239,7 @@ __device__ inline void write_route(const DispatchArguments& a, std::uint32_t ste
                __float_as_uint(t.weight), token_of<kMappedOnly>(k, own));
 }
 
-// Where a token's rows are, for whoever publishes them. By one warp.
+// Tells the publisher where a token's rows are: one warp.
 template <bool kMappedOnly>
 __device__ inline void tell_rows(const Common& k, const PlannedToken<kMappedOnly>& t, std::uint32_t token, StoredUnit& unit) {
   const std::uint32_t lane = threadIdx.x % 32;
@@ -235,7 +256,7 @@ __device__ inline void tell_rows(const Common& k, const PlannedToken<kMappedOnly
   if (lane == 0) unit.ranks[token] = t.ranks;
 }
 
-// Every row of a token gets a thread's pieces of its payload, and from one of the warps its route.
+// Stores this thread's pieces of a token's payload into each of its rows. One of the warps writes the row's route.
 template <typename Mode, bool kMappedOnly>
 __device__ inline void store_token(const DispatchArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t at,
                                    const Payload<Mode>& payload, const PlannedToken<kMappedOnly>& t) {
@@ -245,14 +266,15 @@ __device__ inline void store_token(const DispatchArguments& a, std::uint32_t ste
     fuzz_delay(k, std::uint64_t{step} << 32 | rank << 24 | at);
     char* row = t.row_at(rank);
     payload.store(k, row, k.payload_bytes, at);
-    if (at == 0 && nth++ % kSenderWarps == warp_of_block()) write_route(a, step, own, rank, t, row);
+    if (at == 0 && nth++ % kSenderWarps == threadIdx.x / 32) write_route(a, step, own, rank, t, row);
   });
 }
 
-// The tokens [first, first + n) of a unit. `early`: what was prepared of the first one.
+// Sends the tokens [first, first + n) of a unit. early: has prepared the first one.
 template <typename Mode, bool kMappedOnly>
 __device__ inline void send_tokens(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t n,
-                                   EarlyLoads<Mode, kMappedOnly>& early, SendShared& s, const std::uint32_t* experts, StoredUnit& unit) {
+                                   EarlyLoads<Mode, kMappedOnly>& early, SendShared& s, const std::uint32_t* experts,
+                                   StoredUnit& unit) {
   const Common& k = a.common;
   UnitPlan<kMappedOnly> plan(s.plan);
   Payload<Mode>& payload = early.payload;
@@ -279,7 +301,7 @@ __device__ inline void send_tokens(const DispatchArguments& a, std::uint32_t ste
       next.prepare(k);
       payload = next;
     }
-    if (warp_of_block() != kSenderWarps - 1) continue;
+    if (threadIdx.x / 32 != kSenderWarps - 1) continue;
     tell_rows(k, t, i, unit);
     if (kMappedOnly || a.ids != nullptr) keep_in_plan(a, first + i, t);
   }
@@ -300,10 +322,10 @@ __device__ inline void forget_counts(const Common& k, SendShared& s, std::uint32
   if (threadIdx.x < kMaxPeers) s.plan.rows_before[threadIdx.x] = 0;
 }
 
-// Before the senders meet: what they count, and what they have loaded.
+// Counts up to a unit, and prepares what was loaded: before the senders meet.
 template <typename Mode, bool kMappedOnly>
-__device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t unit, Sending& sending, EarlyLoads<Mode, kMappedOnly>& early,
-                                    SendShared& s, std::uint32_t* experts) {
+__device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t unit, Sending& sending,
+                                    EarlyLoads<Mode, kMappedOnly>& early, SendShared& s, std::uint32_t* experts) {
   const Common& k = a.common;
   const std::uint32_t tid = threadIdx.x, end = tokens_before(a, unit);
   if (end < sending.counted) {  // all tokens were counted, for a peer, or for a later share
@@ -312,7 +334,8 @@ __device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t un
     sending.counted = 0;
     sync_senders();
   }
-  if (kMappedOnly || a.ids != nullptr) count_tokens<kMappedOnly>(a, sending.counted, end, sending.early, early.counted, s.plan, experts);
+  if (kMappedOnly || a.ids != nullptr)
+    count_tokens<kMappedOnly>(a, sending.counted, end, sending.early, early.counted, s.plan, experts);
   sending.counted = end;
   sending.early = false;
   if (unit < k.living) return;
@@ -324,7 +347,7 @@ __device__ inline void prepare_unit(const DispatchArguments& a, std::uint32_t un
   early.prepare(a, min(a.own - end, a.tokens_per_unit) * k.c.top_k, s);
 }
 
-// What the senders do once they have met.
+// Sends a unit, once the senders have met.
 template <typename Mode, bool kMappedOnly>
 __device__ inline void send_unit(const DispatchArguments& a, std::uint32_t step, std::uint32_t unit, Sending& sending,
                                  EarlyLoads<Mode, kMappedOnly>& early, SendShared& s, std::uint32_t* experts) {
@@ -349,7 +372,7 @@ __device__ inline void send_unit(const DispatchArguments& a, std::uint32_t step,
   signal(kStored + turn);
 }
 
-// The units of a share: what this thread block's senders do together.
+// Sends the units of a share: all senders of the thread block together.
 template <typename Mode, bool kMappedOnly>
 __device__ inline void send_share(const DispatchArguments& a, std::uint32_t step, std::uint32_t share, Sending& sending,
                                   EarlyLoads<Mode, kMappedOnly>& early, SendShared& s, std::uint32_t* experts) {
@@ -374,9 +397,10 @@ __device__ inline void send_share(const DispatchArguments& a, std::uint32_t step
   }
 }
 
-// The senders' part of a launch.
+// Sends this block's share, then untaken ones: the senders' part of a launch.
 template <typename Mode, bool kMappedOnly>
-__device__ inline void send_dispatch(const DispatchArguments& a, EarlyLoads<Mode, kMappedOnly>& early, SendShared& s, std::uint32_t* experts) {
+__device__ inline void send_dispatch(const DispatchArguments& a, EarlyLoads<Mode, kMappedOnly>& early, SendShared& s,
+                                     std::uint32_t* experts) {
   const Common& k = a.common;
   const std::uint32_t step = s.step, shares = min(gridDim.x, a.units);
   if (threadIdx.x < k.c.world)
@@ -388,9 +412,9 @@ __device__ inline void send_dispatch(const DispatchArguments& a, EarlyLoads<Mode
     if (!sending.claimed) await(kClaimed);
     sending.claimed = true;
     if (!s.taken) break;
-    sending.early = false;  // what was loaded early is of the own share alone
+    sending.early = false;  // early loads are for the own share alone
     sync_senders();
-    if (warp_of_block() == 0) {
+    if (threadIdx.x / 32 == 0) {
       const std::uint32_t next = take_another_share(k, Op::Dispatch, step, shares);
       if (threadIdx.x == 0) s.share = next;
     }
@@ -404,7 +428,8 @@ __device__ inline void send_dispatch(const DispatchArguments& a, EarlyLoads<Mode
   signal(kStored + turn);
 }
 
-// The publisher's part. The senders have stored, and arrived at a barrier: one release covers what all of them wrote.
+// Publishes units: the publisher's part of a launch. The senders have stored, and arrived at a barrier: one release covers what all
+// of them wrote.
 template <bool kMappedOnly>
 __device__ inline void publish_dispatch(const DispatchArguments& a, SendShared& s) {
   const Common& k = a.common;

@@ -1,15 +1,14 @@
-// How a token becomes a row's payload: as it is (also when the caller quantised, and gives the scales), or quantised. A thread has its
-// pieces of a token in registers, loaded while the token's rows are planned.
+// How a token becomes a row's payload: as it is (also when the caller quantised, and gives the scales), or quantised. A thread has
+// its pieces of a token in registers, loaded while the token's rows are planned.
 #pragma once
 
 #include "../common/arrival.cuh"
-#include "warps.cuh"
 #include "../common/number.cuh"
 
 namespace pplx::cuda {
 
 struct AsIs {};
-template <std::uint32_t kElementBytes>  // of the caller's tokens
+template <std::uint32_t kElementBytes>  // bytes of a number of the caller's tokens
 struct Quantised {};
 
 template <typename Mode>
@@ -18,7 +17,7 @@ struct Payload;
 template <>
 struct Payload<AsIs> {
   static constexpr std::uint32_t kPieces = 2;
-  static constexpr std::uint32_t kBytes = kPieces * kSenders * 16;  // of a row, by all threads
+  static constexpr std::uint32_t kBytes = kPieces * kSenders * 16;  // all threads' share of a row
   uint4 raw[kPieces];
 
   __device__ void load(const Common&, const char* x, std::uint32_t bytes, std::uint32_t at) {
@@ -49,8 +48,8 @@ struct Payload<AsIs> {
 // Sixteen elements a thread, eight threads a word of scales: one scale, or four of two threads each.
 template <std::uint32_t kElementBytes>
 struct Payload<Quantised<kElementBytes>> {
-  static constexpr std::uint32_t kBytes = kSenders * 16;  // of codes
-  static constexpr std::uint32_t kLoads = kElementBytes;  // of sixteen bytes each
+  static constexpr std::uint32_t kBytes = kSenders * 16;  // all threads' codes
+  static constexpr std::uint32_t kLoads = kElementBytes;  // sixteen bytes each
   union {
     uint4 raw[kLoads];
     struct {
@@ -69,7 +68,7 @@ struct Payload<Quantised<kElementBytes>> {
     }
   }
 
-  // What was loaded becomes codes and scales.
+  // Makes codes and scales of what was loaded.
   __device__ void prepare(const Common& k) {
     float f[16];
     unpack(k.c.dtype, f);

@@ -1,6 +1,7 @@
 // dispatch() of few tokens that tells the caller's kernels which rows have come: extras/hooks.cuh.
 #include "../decode/dispatch_kernel.cuh"
 #include "../remote/dispatch_extras.cuh"
+#include "hooks.cuh"
 
 namespace pplx::cuda {
 namespace decode {

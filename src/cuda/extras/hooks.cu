@@ -1,5 +1,6 @@
 // Small launches of hooks: the words of a step before it begins, and a wait for the rows of some experts.
-#include "hooks.cuh"
+#include "../../protocol/hooks.h"
+#include "../common/wait.cuh"
 #include "../host/launch_table.h"
 
 namespace pplx::cuda {

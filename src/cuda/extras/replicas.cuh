@@ -8,6 +8,7 @@
 
 #include "../decode/combine_send.cuh"
 #include "../common/rows.cuh"
+#include "../remote/block_words.cuh"
 
 namespace pplx::cuda {
 

@@ -1,6 +1,7 @@
 // Replicas compare what they were given: how many tokens, and a digest of all their ids.
 #pragma once
 
+#include "../../protocol/replicas.h"
 #include "../plan/token_plan.cuh"
 
 namespace pplx::cuda {

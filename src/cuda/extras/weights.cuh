@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../common/step.cuh"
+#include "../remote/block_words.cuh"
 #include "../remote/proxy.cuh"
 
 namespace pplx::cuda {

@@ -8,6 +8,8 @@
 
 #include "../../host/atomic.h"
 #include "../../protocol/deadlines.h"
+#include "../large/tuning.h"
+#include "../remote/put_counts.h"
 #include "on_device.h"
 
 namespace pplx::cuda {

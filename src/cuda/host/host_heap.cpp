@@ -9,6 +9,7 @@
 
 #include "../../host/failure.h"
 #include "../../protocol/deadlines.h"
+#include "../../protocol/heap_layout.h"
 #include "error.h"
 
 namespace pplx::cuda {

@@ -1,6 +1,9 @@
 // The calls of an Exchange that launch: from what Python gives to what a kernel takes.
 #include <algorithm>
 
+#include "../../protocol/hooks.h"
+#include "../large/tuning.h"
+#include "../plan/plan_layout.h"
 #include "exchange.h"
 #include "on_device.h"
 
@@ -24,7 +27,7 @@ ReceivedView received_view(const BufferLayout& b, char* buffer) {
   point(r.rows_begin, buffer, b.rows_begin);
   point(r.many, buffer, b.many);
   point(r.choices, buffer, b.choices);
-  point(r.place, buffer, b.place);
+  point(r.out_row, buffer, b.place);
   if (b.weight != 0) point(r.weight, buffer, b.weight);
   return r;
 }

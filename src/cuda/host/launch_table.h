@@ -4,44 +4,19 @@
 
 #include <cuda_runtime_api.h>
 
-#include "../common/arguments.h"
+#include "../../protocol/heap_layout.h"
+#include "../common/choice.h"
 
 namespace pplx::cuda {
 
-// The facts that choose a dispatch's kernel, beside the configuration.
-struct DispatchCall {
-  bool large = false;
-  bool mapped_only = false;  // is_mapped_only()
-  bool given_scales = false;
-  bool hooks = false;  // the launch raises words of hooks
-
-  DispatchCall() = default;
-  DispatchCall(const DispatchArguments& a, bool large)
-      : large(large),
-        mapped_only(is_mapped_only(a)),
-        given_scales(a.scales != nullptr),
-        hooks(large && !a.common.heap.in_pieces ? a.hooks.planned != nullptr : tells_of_rows(a)) {}
-};
-
-struct CombineCall {
-  bool large = false;
-  bool mapped_only = false;  // is_mapped_only()
-  bool few = false;  // strips of kSentVectorsOfFew
-  bool fetches = false;  // rows of peers that offer theirs
-
-  CombineCall() = default;
-  CombineCall(const CombineArguments& a, bool large)
-      : large(large),
-        mapped_only(is_mapped_only(a)),
-        few(a.sent.vectors == kSentVectorsOfFew),
-        fetches(a.fetches) {}
-};
-
-template <typename Arguments>
-struct Choice {
-  const char* name = nullptr;
-  void (*kernel)(Arguments) = nullptr;
-  std::uint32_t block = 0, smem = 0;
+// A wait for the rows of some experts, from `first` on.
+struct AwaitedExperts {
+  Common common;
+  DispatchHooks hooks;
+  const std::uint32_t* step = nullptr;
+  const std::int32_t* counts = nullptr;
+  const std::int32_t* offsets = nullptr;  // Ragged
+  std::uint32_t first = 0, count = 0;
 };
 
 namespace decode {

@@ -2,6 +2,8 @@
 #ifdef PPLX_CARRIER
 #include <memory>
 
+#include "../../protocol/signals.h"
+#include "../remote/put_counts.h"
 #include "exchange.h"
 #include "on_device.h"
 

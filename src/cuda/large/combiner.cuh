@@ -101,11 +101,11 @@ __device__ inline int nth_bit(std::uint32_t bits, std::uint32_t nth) {
 
 // Rows of memory in place of a row's choices: those that it has, choices ascending. By a warp. places: checked.
 __device__ inline Inputs inputs_of(const CombineArguments& a, const Places& places) {
-  const std::uint32_t there = __ballot_sync(~0u, places.place != kNone);
+  const std::uint32_t there = __ballot_sync(~0u, places.out_row != kNone);
   const int of = nth_bit(there, threadIdx.x % 32);
   Inputs inputs;
   inputs.n = __popc(there);
-  inputs.from = a.expert_out + __shfl_sync(~0u, places.place, of) * a.expert_stride;
+  inputs.from = a.expert_out + __shfl_sync(~0u, places.out_row, of) * a.expert_stride;
   inputs.weight = __shfl_sync(~0u, places.weight, of);
   return inputs;
 }
@@ -262,7 +262,7 @@ class LargeCombiner {
       if (!kMappedOnly && a_.uses_weights && !sent_weight(a_, step_, run.source, run.first + i, places.weight)) return;
       const Inputs inputs = inputs_of(a_, places);
       char* const row = rows + std::uint64_t{i} * k_.combine.row_bytes;
-      if (!kMappedOnly && a_.has_tail) write_tail(a_, places.choices, places.place, row + k_.combine.tail_at);
+      if (!kMappedOnly && a_.has_tail) write_tail(a_, places.choices, places.out_row, row + k_.combine.tail_at);
       if (i + 1 < run.rows) places.load<kMappedOnly>(a_, s_.rows_begin[run.source] + run.first + i + 1);
       send_row(inputs, row, by_word);
       if (kMappedOnly || !a_.has_tail || by_word) continue;
@@ -293,7 +293,7 @@ class LargeCombiner {
   __device__ bool copy_run(const RowRun& run, char* rows) {
     const std::uint32_t lane = threadIdx.x % 32;
     std::uint32_t place = 0;
-    if (lane < run.rows) place = a_.received.place[s_.rows_begin[run.source] + run.first + lane];
+    if (lane < run.rows) place = a_.received.out_row[s_.rows_begin[run.source] + run.first + lane];
     if (__any_sync(~0u, lane < run.rows && place >= a_.expert_rows)) return false;
     use_memory_for(true);
     const char* const of_lane_row = a_.expert_out + place * a_.expert_stride;

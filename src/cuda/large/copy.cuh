@@ -68,7 +68,7 @@ class CopyLoader {
   __device__ std::uint32_t look_up(const RowRuns& runs, std::uint32_t n) const {
     if (n >= runs.all()) return 0;
     const RowRun run = runs.at(n);
-    return threadIdx.x % 32 < run.rows ? a_.received.place[s_.rows_begin[run.source] + run.first + threadIdx.x % 32] : 0;
+    return threadIdx.x % 32 < run.rows ? a_.received.out_row[s_.rows_begin[run.source] + run.first + threadIdx.x % 32] : 0;
   }
 
   __device__ void load_share(const RowRuns& runs, std::uint32_t share) {

@@ -1,5 +1,6 @@
 // dispatch() of many tokens inside a node: one launch, or one per half.
 #include "receive.cuh"
+#include "../extras/hooks.cuh"
 #include "../host/launch_table.h"
 #include "dispatch_kernel.cuh"
 #include "../plan/rank_plan.cuh"
@@ -165,12 +166,12 @@ __device__ __forceinline__ void run_dispatch_large(const DispatchArguments& a) {
     step = s.plan.step;
     send_large<Mode, kHooks>(a, s, experts, launched, words);
   } else if (!find_open_step(a, step)) {
-    if (kHooks) raise_after_failure(a);
+    if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);
     return;
   }
   if (a.recv) {
     receive_large<kHooks>(a, step, s, experts);
-    if (kHooks) raise_after_failure(a);
+    if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);
   }
   if (a.send) leave_plan(a, s.last);
   mark_stage(k, Stage::DispatchEnds);

@@ -6,6 +6,8 @@
 #pragma once
 
 #include "../decode/combine_recv.cuh"
+#include "span_timer.cuh"
+#include "tuning.h"
 
 namespace pplx::cuda {
 

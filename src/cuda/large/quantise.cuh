@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../decode/payload.cuh"
+#include "tuning.h"
 
 namespace pplx::cuda {
 

@@ -5,6 +5,8 @@
 
 #include "../decode/dispatch_recv.cuh"
 #include "../plan/runs.cuh"
+#include "span_timer.cuh"
+#include "tuning.h"
 
 namespace pplx::cuda {
 
@@ -136,7 +138,7 @@ class RowCarrier {
     if (!read_route(a_, step_, end.route, e_, r)) return false;
     const std::uint32_t copies = copies_of(k_, r);
     const bool blank = number < k_.showing_rows;  // a later step of few tokens has rows here that show by themselves
-    char* const mine = r.place != kNone ? a_.out.x + std::uint64_t{r.place} * k_.payload_bytes : nullptr;
+    char* const mine = r.out_row != kNone ? a_.out.x + std::uint64_t{r.out_row} * k_.payload_bytes : nullptr;
 #pragma unroll 1
     for (std::uint32_t begin = 0; begin < k_.payload_bytes; begin += kPartBytes) {
       const bool ends = k_.payload_bytes - begin <= kPartBytes;
@@ -149,7 +151,7 @@ class RowCarrier {
     }
     if (quantised(k_.c.wire)) place_scales(r, copies, end.scales, row, blank);
     place_words(a_, r);
-    if (kHooks) count_placed(a_, r.place, a_.hooks.row_units);
+    if constexpr (kHooks) HookWords<kHooks>::count_placed(a_, r.out_row, a_.hooks.row_units);
     return true;
   }
 
@@ -191,7 +193,7 @@ class RowCarrier {
   // piece: this lane's. Few rows have more than a warp has lanes.
   __device__ void place_scales(const ArrivedRow& r, std::uint32_t copies, const uint4& piece, char* row, bool blank) const {
     const std::uint32_t lane = lane_anew();
-    char *const mine = r.place != kNone ? scale_place(a_, r.place, r.expert) : nullptr, *const scales = row + k_.dispatch.scales_at;
+    char *const mine = r.out_row != kNone ? scale_place(a_, r.out_row, r.expert) : nullptr, *const scales = row + k_.dispatch.scales_at;
 #pragma unroll 1
     for (; copies != 0; copies &= copies - 1) {
       char* const to = of_lane(mine, __ffs(static_cast<int>(copies)) - 1);

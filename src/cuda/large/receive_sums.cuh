@@ -74,7 +74,7 @@ class SumDealer : RowDealer {
     if (own == 0 || choice() >= (compact ? 1 : k_.c.top_k)) return looked;
     const std::uint32_t at = s_.rows_begin[k_.c.rank] + number;
     looked.places = compact ? 1 : a_.received.choices[at];
-    looked.place = a_.received.place[compact ? at : std::uint64_t{at} * k_.c.top_k + choice()];
+    looked.place = a_.received.out_row[compact ? at : std::uint64_t{at} * k_.c.top_k + choice()];
     if (!compact && a_.weighted) looked.weight = a_.received.weight[std::uint64_t{at} * k_.c.top_k + choice()];
     return looked;
   }

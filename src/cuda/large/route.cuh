@@ -77,9 +77,9 @@ class TokenDealer {
     sent.row = c.row;
     ArrivedRow mine;
     const bool has_own = placed && find_own(c, own, of_token(owners), mine);
-    if (has_own && mine.place != kNone && (k_.c.layout == LayoutKind::Compact ? choice() == 0 : (mine.choices >> choice() & 1) != 0)) {
-      sent.place = a_.out.x + std::uint64_t{mine.place} * k_.payload_bytes;
-      if (quantised(k_.c.wire)) sent.scales = scale_place(a_, mine.place, mine.expert);
+    if (has_own && mine.out_row != kNone && (k_.c.layout == LayoutKind::Compact ? choice() == 0 : (mine.choices >> choice() & 1) != 0)) {
+      sent.place = a_.out.x + std::uint64_t{mine.out_row} * k_.payload_bytes;
+      if (quantised(k_.c.wire)) sent.scales = scale_place(a_, mine.out_row, mine.expert);
     }
     write_routes(c, own, there);
     tell_storers(first + at, tokens, sent);

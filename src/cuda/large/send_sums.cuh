@@ -62,7 +62,7 @@ class SendDealer : RowDealer {
     if (nth >= looked.run.rows || choice() >= k_.c.top_k) return looked;
     const std::uint32_t row = s_.rows_begin[looked.run.source] + looked.run.first + nth;
     looked.choices = a_.received.choices[row];
-    looked.place = a_.received.place[std::uint64_t{row} * k_.c.top_k + choice()];
+    looked.place = a_.received.out_row[std::uint64_t{row} * k_.c.top_k + choice()];
     if (a_.weighted) looked.weight = a_.received.weight[std::uint64_t{row} * k_.c.top_k + choice()];
     return looked;
   }

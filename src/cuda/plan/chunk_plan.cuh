@@ -1,15 +1,16 @@
-// The plan of a dispatch of many tokens. Counting all earlier tokens for each, as plan/token_plan.cuh does, would take tens of microseconds, so thread
-// blocks share the work: a chunk's choices are counted by expert, and its rows by rank, by one warp for all, and what comes before a chunk
-// is a sum over chunks.
+// The plan of a large dispatch. Counting all earlier tokens for each, as plan/token_plan.cuh does, would take tens of microseconds,
+// so thread blocks share the work. One warp counts a chunk's choices by expert, and its rows by rank, for all blocks. The counts
+// before a chunk are a sum over chunks.
 //
-// A warp waits only for chunks that a running warp counts: one that nobody has begun it counts itself, and so does every planner once
-// its first chunk is planned, for peers want to hear of all. Planners, a warp of each thread block, claim stretches of chunks, as many as
-// thread blocks are to send: behind the first chunk of a stretch, what comes before is known. A thread block that begins late finds its
-// stretch taken, and only receives.
+// A warp waits only for chunks that a running warp counts: it counts one itself that no warp has begun. So does every planner once
+// its first chunk is planned, for peers want to hear of all. Planners, a warp of each thread block, claim stretches of chunks, one
+// for each thread block that is to send: behind the first chunk of a stretch, the counts before are known. A thread block that
+// begins late finds its stretch taken, and only receives.
 #pragma once
 
 #include "../common/step.cuh"
-#include "../common/gate.cuh"
+#include "../large/span_timer.cuh"
+#include "../large/tuning.h"
 #include "token_plan.cuh"
 #include "../rounds/remote.cuh"
 
@@ -60,7 +61,7 @@ struct ChunkChoices {
   }
 };
 
-// What a warp needs to count or to place a chunk, in shared memory: for each column, which tokens are in it, a bit each; the ranks of each token;
+// A warp's shared memory for counting or placing a chunk: for each column, the tokens in it, a bit each; the ranks of each token;
 // valid ids.
 struct ChunkMarks {
   std::uint32_t *tokens, *ranks;  // [columns]; [tokens][2]
@@ -77,7 +78,8 @@ struct ChunkMarks {
 };
 constexpr std::uint32_t counting_bytes(const Config& c) { return 4 * (chunk_columns(c) + 2 * kMostTokensOfChunk + kMostChoicesOfChunk); }
 
-// Which tokens go to each rank, from the ranks of each token: were each choice to mark its rank's word, many lanes would wait for one word.
+// Marks the tokens of each rank, from the ranks of each token. If each choice marked its rank's word, many lanes would wait for one
+// word.
 __device__ inline void mark_ranks(const Common& k, const ChunkMarks& marks) {
   static_assert(kMostTokensOfChunk == 32, "a lane has a token");
   const std::uint32_t lane = threadIdx.x % 32, low = marks.ranks[2 * lane], high = marks.ranks[2 * lane + 1];
@@ -117,7 +119,7 @@ struct ChunkIds {
   }
 };
 
-// Whether rows have their numbers without what others count (plan/rank_plan.cuh).
+// True if rows have their numbers without other blocks' counts (plan/rank_plan.cuh).
 inline constexpr std::uint32_t kMostNumberedRanks = 8;
 __device__ inline bool numbers_rows(const DispatchArguments& a) {
   return a.ids != nullptr && a.common.c.layout == LayoutKind::Compact && a.common.c.world <= kMostNumberedRanks;
@@ -125,7 +127,7 @@ __device__ inline bool numbers_rows(const DispatchArguments& a) {
 
 // ---- counts of chunks ----
 
-// By one warp: peers hear how many rows they get, which are none that show by themselves, of a rank with many tokens.
+// Tells peers how many rows they get: one warp of a rank with many tokens, whose rows do not show by themselves.
 template <bool kPieces = false>
 __device__ inline void publish_row_counts(const Common& k, std::uint32_t step, const std::uint32_t* rows) {
   for (std::uint32_t peer = threadIdx.x % 32; peer < k.c.world; peer += 32) {
@@ -136,8 +138,8 @@ __device__ inline void publish_row_counts(const Common& k, std::uint32_t step, c
   }
 }
 
-// By one warp, when all is counted: peers hear how many choices they get, and how many rows if they have not.
-// kPieces: some peers may be of other nodes.
+// Tells peers how many choices they get, and how many rows if they have not heard: one warp, when all is counted. kPieces: some
+// peers may be of other nodes.
 template <bool kPieces = false>
 static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, std::uint32_t step) {
   const Common& k = a.common;
@@ -179,7 +181,7 @@ __device__ inline void count_choice(const ChunkMarks& marks, const Divider& per_
   atomicOr(marks.ranks + 2 * top_k.divide(at) + rank / 32, 1u << rank % 32);
 }
 
-// By one warp: adds what has been counted to one of the sums of all chunks.
+// Adds, by one warp, what has been counted to one of the sums of all chunks.
 __device__ inline void add_to_totals(const DispatchArguments& a, const ChunkMarks& marks, std::uint32_t sum) {
   const std::uint32_t columns = chunk_columns(a.common.c);
   std::uint32_t* const totals = a.chunk_counts.totals + sum % kTotals * columns;
@@ -187,7 +189,7 @@ __device__ inline void add_to_totals(const DispatchArguments& a, const ChunkMark
     if (marks.tokens[i] != 0) add_relaxed(totals + i, marks.tokens[i]);
 }
 
-// By one warp. memory: of its own, counting_bytes(). with_ids: the chunk's ids are there already.
+// Counts a chunk: one warp. memory: counting_bytes() of its own. with_ids: the chunk's ids are there already.
 template <bool kPieces = false>
 static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std::uint32_t step, std::uint32_t number, char* memory, bool with_ids) {
   const Common& k = a.common;
@@ -228,15 +230,15 @@ static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std:
   if (__shfl_sync(~0u, before, 0) == a.chunks - 1) send_all_counts<kPieces>(a, step);
 }
 
-// Whether this warp is to count it.
+// Claims the counting of a chunk; true if it was unclaimed.
 __device__ inline bool take_chunk(const DispatchArguments& a, std::uint32_t step, std::uint32_t chunk) {
   bool mine = false;
   if (threadIdx.x % 32 == 0) mine = atomicExch(a.chunk_counts.taken + chunk, step) != step;
   return __any_sync(~0u, mine);
 }
 
-// By one warp: until the counts of chunks [first, end) are there, 32 of them at most. All warps of the GPU look at the same few lines, so a
-// word that has been seen is not looked at again, and what was stored before it is asked for once, behind the last look.
+// Waits, by one warp, until the counts of chunks [first, end) are there, 32 of them at most. All warps of the GPU look at the same
+// few lines, so a warp looks no more at a word that it has seen, and acquires once, behind the last look.
 template <bool kPieces = false>
 __device__ inline void await_chunks(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t end, char* memory) {
   constexpr std::uint32_t kLooksAtOnce = 64;
@@ -259,7 +261,7 @@ __device__ inline void await_chunks(const DispatchArguments& a, std::uint32_t st
   __syncwarp();
 }
 
-// By one warp: adds two pieces a lane of n chunks' counts.
+// Adds, by one warp, two pieces a lane of n chunks' counts.
 __device__ inline void add_counts(const std::uint16_t* counts, std::uint32_t first, std::uint32_t n, std::uint32_t columns, std::uint32_t piece,
                                   std::uint32_t* sums) {
   constexpr std::uint32_t kAtOnce = 6, kPieces = 2;
@@ -295,7 +297,7 @@ __device__ inline void add_counts(const std::uint16_t* counts, std::uint32_t fir
       if (sum[p][j] != 0) atomicAdd(sums + 8 * (piece + 32 * p) + j, sum[p][j]);
 }
 
-// By one warp: adds the counts of chunks [first, end) to the block's sums.
+// Adds, by one warp, the counts of chunks [first, end) to the block's sums.
 template <bool kPieces = false>
 static __device__ __noinline__ void sum_chunks(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t end,
                                                std::uint32_t* sums, char* memory) {
@@ -312,7 +314,7 @@ static __device__ __noinline__ void sum_chunks(const DispatchArguments& a, std::
   __syncwarp();
 }
 
-// By each of a block's workers: what comes before its first chunk. Those of a worker lie together, so that it looks at few lines.
+// Sums the counts before a block's first chunk: each of its workers. A worker's chunks lie together, so that it looks at few lines.
 template <bool kPieces = false>
 __device__ inline void sum_chunks_before(const DispatchArguments& a, std::uint32_t step, std::uint32_t begin, std::uint32_t end,
                                          std::uint32_t* sums, char* memory) {
@@ -425,7 +427,7 @@ struct Stretch {
     end = number < all ? (number + 1) * a.chunks / all : a.chunks;
   }
 };
-// By one warp.
+// Returns the next chunk of this block's stretch: one warp.
 __device__ inline std::uint32_t next_chunk(const DispatchArguments& a, Stretch& stretch) {
   if (stretch.next == stretch.end && stretch.next < a.chunks) {
     std::uint32_t number = 0;
@@ -435,14 +437,15 @@ __device__ inline std::uint32_t next_chunk(const DispatchArguments& a, Stretch& 
   return stretch.next < a.chunks ? stretch.next++ : a.chunks;
 }
 
-// By one thread of a planner. The nth chunk of this block, whose place nobody looks at any more.
+// Tells the bounds of this block's nth chunk: one thread of a planner. No warp looks at their former values any more.
 __device__ inline void tell_bounds(const DispatchArguments& a, LargePlan& s, std::uint32_t n, std::uint32_t chunk) {
   const std::uint32_t first = chunk * a.tokens_per_chunk;
   s.bounds[n % 2] = {first, chunk >= a.chunks ? 0 : min(a.own - first, a.tokens_per_chunk)};
   mbarrier_arrive(s.known + n % 2);
 }
 
-// For a planner whose block has added up what comes before its first chunk, which it has loaded. memory: of its own, counting_bytes().
+// Plans chunks: a planner whose block has summed the counts before its first chunk, which it has loaded. memory: counting_bytes()
+// of its own.
 __device__ inline void plan_chunks(const DispatchArguments& a, LargePlan& s, LoadedChunk& loaded, std::uint32_t* sums, char* memory) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, step = s.step;
@@ -519,7 +522,7 @@ __device__ inline void claim_set(const DispatchArguments& a, LargePlan& s) {
   s.claimed.set();
 }
 
-// By the last thread block to leave: the next launch that sends finds everything as this one did.
+// Zeroes the counts, in the last thread block to leave: the next launch that sends finds everything as this one did.
 __device__ inline void leave_plan(const DispatchArguments& a, bool& last) {
   __syncthreads();
   if (threadIdx.x == 0) last = count_in_order(a.chunk_counts.left, 1) == gridDim.x - 1;

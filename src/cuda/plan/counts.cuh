@@ -1,17 +1,18 @@
-// What a receiver of a dispatch finds out before it may place rows: one warp how many rows each source has sent, another one how many choices of
-// each expert, and from all counts where each expert's rows begin. One thread block tells the caller.
+// The counts of a dispatch, before rows are placed. One warp finds out how many rows each source has sent. Another finds out how
+// many choices each expert gets, and from those where each expert's rows begin. One thread block tells the caller.
 #pragma once
 
 #include "../common/arrival.cuh"
 #include "../common/step.cuh"
-#include "../decode/warps.cuh"
-#include "../extras/hooks.cuh"
 
 namespace pplx::cuda {
 
 // Does what only the general kernel does, for peers of other nodes and for replicas: remote/dispatch_extras.cuh.
 template <bool kMappedOnly>
 struct DispatchExtras;
+// Raises the words of hooks, in kernels that have them: extras/hooks.cuh.
+template <bool kHooks>
+struct HookWords;
 
 struct ReceiveShared {
   Once rows_known;  // rows_begin
@@ -20,17 +21,17 @@ struct ReceiveShared {
   std::uint32_t rows[kMaxPeers];
   std::uint32_t showing[kMaxPeers];  // how many of them, the first ones, show by themselves that they have come
   std::uint64_t many;  // see ReceivedView
-  std::uint32_t choices[kMaxPeers];  // of all experts here; where they are checked
+  std::uint32_t choices[kMaxPeers];  // each source's choices here; only where they are checked
   std::uint32_t next;  // unit of this thread block
   bool good, placed_all;  // all counts came: of rows, and of choices
   std::uint32_t ragged_rows;  // that the output must have
 };
 
-// base[source][expert] becomes the output row of the source's first row of the expert; base[world] is where the expert ends. A source
-// has whole pieces of four experts.
+// base[source][expert] becomes the output row of the source's first row of the expert; base[world] is where the expert ends. A
+// source has whole pieces of four experts.
 struct Experts {
   std::uint32_t* base;
-  std::uint32_t pieces;  // of a source
+  std::uint32_t pieces;  // a source's
   __device__ std::uint32_t& at(std::uint32_t source, std::uint32_t expert) const {
     return base[source * pieces * kNumbersOfPiece + expert];
   }
@@ -40,14 +41,15 @@ struct Experts {
 // The thread block that tells the caller what has come: it is the least likely to have sent anything.
 __device__ inline bool reports_counts() { return blockIdx.x == gridDim.x - 1; }
 
-// By any warp: until it is known where rows go. Compact: a row's number says so, whatever the experts are. False: nobody knows.
+// Waits, by any warp, until it is known where rows go. Compact: a row's number says so, whatever the experts are. False after a
+// failure.
 __device__ inline bool await_places(const Common& k, ReceiveShared& s) {
   if (k.c.layout == LayoutKind::Compact) return true;
   s.placed.wait();
   return s.placed_all;
 }
 
-// Counts that a source cannot mean. What follows from them is checked against the output's size row by row, whoever looks first.
+// Fails on counts that a source cannot mean. Rows are checked against the output's size one by one.
 __device__ inline void check_counts(const Common& k, std::uint32_t step, const ReceiveShared& s) {
 #pragma unroll 1
   for (std::uint32_t source = threadIdx.x % 32; source < k.c.world; source += 32) {
@@ -65,7 +67,7 @@ __device__ inline bool await_counts(const Common& k, std::uint32_t step, const c
   return true;
 }
 
-// How many rows each source has sent.
+// Reads how many rows each source has sent.
 __device__ inline bool read_rows(const Common& k, std::uint32_t step, ReceiveShared& s) {
   const std::uint32_t lane = threadIdx.x % 32;
   bool good = true;
@@ -90,7 +92,7 @@ __device__ inline bool read_rows(const Common& k, std::uint32_t step, ReceiveSha
   return all_of_warp(good);
 }
 
-// How many choices of each expert, as their pieces come: two of a lane's are asked for at once, 256 experts in all.
+// Reads how many choices each expert gets, as their pieces come: two of a lane's are asked for at once, 256 experts in all.
 __device__ inline bool read_choices(const Common& k, std::uint32_t step, bool sums, ReceiveShared& s, const Experts& e) {
   constexpr std::uint32_t kAtOnce = 2;
   const std::uint32_t all = k.c.world * e.pieces;
@@ -148,7 +150,7 @@ __device__ inline void place_sources(const DispatchArguments& a, bool reports, R
   }
 }
 
-// How much room a segment with so many rows takes.
+// Returns the room that a segment of `rows` rows takes.
 __device__ inline std::uint32_t room_of(const Common& k, std::uint32_t rows) {
   return k.align_mask != kNone ? (rows + k.align_mask) & ~k.align_mask : ceil_div(rows, k.c.align) * k.c.align;
 }
@@ -197,7 +199,8 @@ __device__ inline bool place_experts(const DispatchArguments& a, bool reports, R
     if (p >= e.pieces) continue;
     const std::uint32_t second = before + rooms.x, third = second + rooms.y;
     const uint4 start = make_uint4(before, second, third, third + rooms.z);
-    uint4 at = k.c.layout == LayoutKind::Padded ? make_uint4(first * room, (first + 1) * room, (first + 2) * room, (first + 3) * room) : start;
+    const bool padded = k.c.layout == LayoutKind::Padded;
+    uint4 at = padded ? make_uint4(first * room, (first + 1) * room, (first + 2) * room, (first + 3) * room) : start;
 #pragma unroll 2
     for (std::uint32_t r = 0; r < k.c.world; ++r) {
       const uint4 n = e.piece(r * e.pieces + p);
@@ -210,27 +213,6 @@ __device__ inline bool place_experts(const DispatchArguments& a, bool reports, R
   }
   if (lane == 0) s.ragged_rows = offset;
   return __any_sync(~0u, largest > room);
-}
-
-// How many rows of the output that somebody writes lie in the block of a hook's word.
-__device__ inline std::uint32_t rows_of_hook(const DispatchArguments& a, const ReceiveShared& s, const Experts& e, std::uint32_t word) {
-  const Common& k = a.common;
-  if (k.c.layout == LayoutKind::Padded) return min(e.at(k.c.world, word) - e.at(0, word), k.c.max_per_expert);
-  const std::uint32_t begin = word * kHookRows, end = min(begin + kHookRows, k.c.max_rows);
-  const auto overlap = [&](std::uint32_t from, std::uint32_t to) { return max(min(to, end), begin) - min(max(from, begin), end); };
-  if (k.c.layout == LayoutKind::Compact) return overlap(0, s.rows_begin[k.c.world]);
-  if (k.c.zero_pad) return overlap(0, s.ragged_rows);
-  std::uint32_t first = 0, last = k.experts;  // the first expert that ends behind the block's beginning
-  while (first < last) {
-    const std::uint32_t middle = (first + last) / 2;
-    if (e.at(k.c.world, middle) > begin)
-      last = middle;
-    else
-      first = middle + 1;
-  }
-  std::uint32_t rows = 0;
-  for (; first < k.experts && e.at(0, first) < end; ++first) rows += overlap(e.at(0, first), e.at(k.c.world, first));
-  return rows;
 }
 
 // After a failure: what the caller launches next must not run on what memory happened to hold. By one warp.
@@ -258,7 +240,7 @@ __device__ inline bool find_open_step(const DispatchArguments& a, std::uint32_t&
   return false;
 }
 
-// A warp's part: how many rows there are. The others know it from then on.
+// Finds out how many rows there are, and tells the other warps: a warp's part.
 __device__ inline void count_rows(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s) {
   const bool good = read_rows(a.common, step, s);
   if (good) place_sources(a, reports_counts(), s);
@@ -266,7 +248,7 @@ __device__ inline void count_rows(const DispatchArguments& a, std::uint32_t step
   s.rows_known.set();
 }
 
-// Another warp's: from counts to places. The others know from then on where rows go.
+// Finds out where rows go, and tells the other warps: another warp's part.
 template <bool kMappedOnly, bool kHooks>
 __device__ inline void place_rows(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts& e) {
   const Common& k = a.common;
@@ -286,7 +268,7 @@ __device__ inline void place_rows(const DispatchArguments& a, std::uint32_t step
     return;
   }
   if (threadIdx.x % 32 == 0) report_totals(a, s, too_many_of_one);
-  if (kHooks) raise_planned(a, [&](std::uint32_t word) { return rows_of_hook(a, s, e, word); });
+  if constexpr (kHooks) HookWords<kHooks>::raise_planned(a, s, e);
   check_counts(k, step, s);
   if constexpr (!kMappedOnly)
     if (k.slice.of > 1) DispatchExtras<kMappedOnly>::check_replicas(k, step);

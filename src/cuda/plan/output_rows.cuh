@@ -2,7 +2,6 @@
 #pragma once
 
 #include "counts.cuh"
-#include "../common/rows.cuh"
 
 namespace pplx::cuda {
 
@@ -10,29 +9,30 @@ namespace pplx::cuda {
 struct ArrivedRow {
   std::uint32_t source, at;  // at: among the rows of all sources
   std::uint32_t token, choices;  // choices: a bit each
-  std::uint32_t expert, place;  // of this lane's choice; place is kNone where there is none, or the output is too small
+  std::uint32_t expert, out_row;  // this lane's choice's; out_row is kNone if the choice is not here or the output is too small
   float weight;
 };
 
-// Where this lane's choice of a row goes, as far as the rest of the row says. place: of the route, if the choice is here. False: it is not one
-// that the source may send.
+// Where this lane's choice of a row goes, as far as the rest of the row says. place: of the route, if the choice is here. False: it
+// is not one that the source may send.
 __device__ inline bool find_place(const DispatchArguments& a, bool here, std::uint32_t place, const Experts& e, ArrivedRow& r) {
   const Common& k = a.common;
   const bool compact = k.c.layout == LayoutKind::Compact;
   r.expert = route_expert(place);
-  r.place = compact && r.at < k.c.max_rows ? r.at : kNone;
+  r.out_row = compact && r.at < k.c.max_rows ? r.at : kNone;
   bool good = r.choices != 0 && (!here || r.expert < k.experts);
   if (good && here && !compact) {
     const std::uint32_t begin = e.at(r.source, r.expert), end = e.at(r.source + 1, r.expert), at = begin + route_index(place);
     good = at - begin < end - begin;
     const bool fits = k.c.layout == LayoutKind::Padded ? at - r.expert * k.c.max_per_expert < k.c.max_per_expert : at < k.c.max_rows;
-    if (good && fits) r.place = at;
+    if (good && fits) r.out_row = at;
   }
   return good;
 }
 
 // False: the row is not one that this peer may send. `piece`: of the route, this lane's choice.
-__device__ inline bool read_route(const DispatchArguments& a, std::uint32_t step, const uint4& piece, const Experts& e, ArrivedRow& r) {
+__device__ inline bool read_route(const DispatchArguments& a, std::uint32_t step, const uint4& piece, const Experts& e,
+                                  ArrivedRow& r) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   const bool here = lane < k.c.top_k && piece.x != kNowhere;
@@ -46,7 +46,7 @@ __device__ inline bool read_route(const DispatchArguments& a, std::uint32_t step
 
 // The lanes whose places get a copy of the row.
 __device__ inline std::uint32_t copies_of(const Common& k, const ArrivedRow& r) {
-  return k.c.layout == LayoutKind::Compact ? (r.place != kNone ? 1u : 0u) : __ballot_sync(~0u, r.place != kNone);
+  return k.c.layout == LayoutKind::Compact ? (r.out_row != kNone ? 1u : 0u) : __ballot_sync(~0u, r.out_row != kNone);
 }
 
 // Places everything that goes with a row, except its payload. lane: among those of the row.
@@ -55,21 +55,21 @@ __device__ inline void place_words(const DispatchArguments& a, const ArrivedRow&
   const std::uint64_t at = r.at;
   const bool here = (r.choices >> lane & 1) != 0, compact = k.c.layout == LayoutKind::Compact;
   if (lane == 0) a.received.choices[at] = r.choices;
-  if (compact && lane == 0) a.received.place[at] = r.place;
+  if (compact && lane == 0) a.received.out_row[at] = r.out_row;
   if (!compact && here) {
     const std::uint64_t entry = at * k.c.top_k + __popc(r.choices & ((1u << lane) - 1));
-    a.received.place[entry] = r.place;
+    a.received.out_row[entry] = r.out_row;
     a.received.weight[entry] = r.weight;
   }
-  if (r.place == kNone) return;
+  if (r.out_row == kNone) return;
   if (compact && lane < k.c.top_k) {
     a.out.topk_ids[at * k.c.top_k + lane] = here ? static_cast<std::int32_t>(r.expert) : -1;
     a.out.topk_weights[at * k.c.top_k + lane] = here ? r.weight : 0.0f;
   }
   if (compact ? lane != 0 : !here) return;
-  if (!compact) a.out.weights[r.place] = r.weight;
-  a.out.src_rank[r.place] = static_cast<std::int32_t>(r.source);
-  a.out.src_token[r.place] = static_cast<std::int32_t>(r.token);
+  if (!compact) a.out.weights[r.out_row] = r.weight;
+  a.out.src_rank[r.out_row] = static_cast<std::int32_t>(r.source);
+  a.out.src_token[r.out_row] = static_cast<std::int32_t>(r.token);
 }
 
 __device__ inline char* scale_place(const DispatchArguments& a, std::uint32_t place, std::uint32_t expert) {
@@ -121,7 +121,7 @@ __device__ inline void zero_padding(const DispatchArguments& a, const Experts& e
       a.out.src_rank[place] = a.out.src_token[place] = -1;
     }
   }
-  if (kHooks) count_cleared(a, e.at(k.c.world, expert), min(end, k.c.max_rows));
+  if constexpr (kHooks) HookWords<kHooks>::count_cleared(a, e.at(k.c.world, expert), min(end, k.c.max_rows));
 }
 
 }  // namespace pplx::cuda

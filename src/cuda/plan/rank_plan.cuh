@@ -1,6 +1,6 @@
-// The plan of a dispatch of many tokens whose outputs are Compact, of few ranks. A row's place there is its number among all rows of its source,
-// so of earlier tokens nothing counts but how many of them go to each rank. Each thread block finds that out by itself, from the ids, and no
-// row waits for what others count. How many choices each expert has is for the callers alone: it is counted beside all that.
+// The plan of a large dispatch whose outputs are Compact, of few ranks. A row's output row is its number among all rows of its
+// source, so it depends only on how many earlier tokens go to each rank. Each thread block counts those by itself, from the ids,
+// and no row waits for other blocks' counts. Only the callers need the choices of each expert: they are counted beside all that.
 #pragma once
 
 #include "chunk_plan.cuh"
@@ -12,7 +12,7 @@ class RowsOfRanks {
  public:
   // A token's ranks, a bit each.
   __device__ void add(std::uint32_t ranks) {
-    constexpr std::uint32_t kBitsToBytes = 0x204081u;  // of four bits
+    constexpr std::uint32_t kBitsToBytes = 0x204081u;  // moves four bits to four bytes
     low_ += (ranks & 15) * kBitsToBytes & 0x01010101u;
     high_ += (ranks >> 4) * kBitsToBytes & 0x01010101u;
   }
@@ -24,7 +24,7 @@ class RowsOfRanks {
     sums_[3] += high_ >> 8 & 0xff00ffu;
     low_ = high_ = 0;
   }
-  // By a warp. counts: whether this lane's tokens are no other lane's.
+  // Adds a warp's counts to `rows`. counts: true if this lane's tokens are no other lane's.
   __device__ void add_to(const Common& k, bool counts, std::uint32_t* rows) const {
 #pragma unroll
     for (std::uint32_t j = 0; j < kMostNumberedRanks; ++j) {
@@ -43,8 +43,9 @@ __device__ inline std::uint32_t rank_bit(const Common& k, std::uint32_t id, std:
   return id < k.c.num_experts && high == 0 ? 1u << k.per_rank.divide(id) : 0;
 }
 
-// By one of `warps` warps: adds to rows[r] how many of the tokens [begin, end) go to rank r. A lane has a choice, kAtOnce are asked for at once.
-// kShift: a token has so many bits of the lane; 0: as many as top_k needs. Bad ids, and those of dead ranks, count for nothing.
+// Adds to rows[r], by one of `warps` warps, how many of the tokens [begin, end) go to rank r. A lane has a choice, and loads
+// kAtOnce at once. kShift: bits of the lane that a token has; 0: those that top_k needs. Bad ids, and those of dead ranks, count
+// for nothing.
 template <std::uint32_t kAtOnce, std::uint32_t kShift = 0>
 __device__ inline void count_rows_of_ranks(const DispatchArguments& a, std::uint32_t begin, std::uint32_t end, std::uint32_t warp, std::uint32_t warps,
                                            std::uint32_t* rows) {
@@ -85,7 +86,8 @@ __device__ inline void count_rows_of_ranks(const DispatchArguments& a, std::uint
   counted.add_to(k, choice == 0, rows);
 }
 
-// Eight choices of a token, int64, of which a lane loads two at once: one a lane, as above, takes all thread blocks of a GPU 10 us for 4,096 tokens.
+// Eight choices of a token, int64, of which a lane loads two at once: one a lane, as above, takes all thread blocks of a GPU 10 us
+// for 4,096 tokens.
 template <std::uint32_t kAtOnce>
 __device__ inline void count_rows_of_eight(const DispatchArguments& a, std::uint32_t end, std::uint32_t* rows) {
   constexpr std::uint32_t kLanes = 4, kTogether = 32 / kLanes, kTokenBytes = 16 * kLanes;
@@ -123,7 +125,7 @@ static __device__ __noinline__ void count_rows_of_five_to_eight(const DispatchAr
     count_rows_of_ranks<12, 3>(a, 0, end, threadIdx.x / 32, kWorkers, rows);
 }
 
-// By each of a block's workers: what comes before its first chunk, or all that there is if nothing does.
+// Counts the rows before a block's first chunk, or all rows if that is chunk 0: each of its workers.
 __device__ inline void count_rows_before(const DispatchArguments& a, const LargePlan& s, std::uint32_t* sums) {
   if (s.first_chunk >= a.chunks) return;
   const SpanTimer spends(a.common, Span::Counting);
@@ -135,8 +137,8 @@ __device__ inline void count_rows_before(const DispatchArguments& a, const Large
     count_rows_of_ranks<4>(a, 0, end, threadIdx.x / 32, kWorkers, rows);
 }
 
-// By one warp of each thread block: counts the chunks that nobody else has begun, up to 32 of them together, and tells of them together, since a
-// fence that rows on their way to peers stand before takes ten microseconds. memory: counting_bytes().
+// Counts the chunks that no other block has begun: one warp of each thread block. It tells of up to 32 of them together, since a
+// fence behind rows in flight to peers takes ten microseconds. memory: counting_bytes().
 static __device__ __noinline__ void count_choices(const DispatchArguments& a, std::uint32_t step, char* memory) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
@@ -173,7 +175,7 @@ static __device__ __noinline__ void count_choices(const DispatchArguments& a, st
     std::uint32_t before = 0;
     if (lane == 0) before = count_in_order(a.chunk_counts.counted, __popc(all));
     before = __shfl_sync(~0u, before, 0);
-    if (taken) store_relaxed(a.chunk_counts.ready + mine, arrival_word(k.generation, step));  // for who would count it, were it not begun
+    if (taken) store_relaxed(a.chunk_counts.ready + mine, arrival_word(k.generation, step));  // in place of another warp
     if (before + __popc(all) == a.chunks) send_all_counts(a, step);
   }
 }
@@ -204,7 +206,7 @@ static __device__ __noinline__ void number_choices(const Common& k, const ChunkC
   for (; there && nth < choices; ++nth) to.row[of_token + nth] = kNone;
   for (std::uint32_t at = lane; at < chunk.all; at += 32) {
     to.id[at] = ids[at];
-    to.index[at] = 0;  // nobody asks for it
+    to.index[at] = 0;  // unused
   }
   __syncwarp();
 }

@@ -1,6 +1,6 @@
-// Rows of several sources in runs, dealt out in the order in which all sources send: the first run of each, the second of each. What some
-// have more of than others follows, by source. A source whose thread blocks send a stretch of rows each sends the first of all stretches
-// first.
+// Rows of several sources in runs, dealt out in the order in which all sources send: the first run of each, the second of each.
+// What some have more of than others follows, by source. A source whose thread blocks send a stretch of rows each sends the first
+// of all stretches first.
 #pragma once
 
 #include "../common/arguments.h"
@@ -18,11 +18,12 @@ struct RunCounts {
 
 class RowRuns {
  public:
-  // By any thread, where they have been counted before.
+  // Takes counts that were made before, in any thread.
   __device__ RowRuns(const Common& k, const std::uint32_t* rows_begin, std::uint32_t sources, std::uint32_t most, std::uint32_t stretches,
                      const RunCounts& counts)
       : k_(k), begin_(rows_begin), sources_(sources), most_(most), stretches_(stretches), counts_(counts) {}
-  // By a warp. sources: the first ones of the order; most: rows of a run; stretches: of each source, more or less.
+  // Counts runs, by all lanes of a warp. sources: the first ones of the order; most: rows of a run; stretches: of each source, more
+  // or less.
   __device__ RowRuns(const Common& k, const std::uint32_t* rows_begin, std::uint32_t sources, std::uint32_t most, std::uint32_t stretches = 1)
       : k_(k), begin_(rows_begin), sources_(sources), most_(most), stretches_(stretches) {
     std::uint32_t all = 0, least = kNone;
@@ -66,7 +67,7 @@ class RowRuns {
   __device__ std::uint32_t rows_of(std::uint32_t source) const { return begin_[source + 1] - begin_[source]; }
   __device__ std::uint32_t runs_of(std::uint32_t source) const { return (rows_of(source) + most_ - 1) / most_; }
 
-  // The nth that comes, of so many: those of a stretch lie together.
+  // Returns the nth of `runs` runs that comes: those of a stretch lie together.
   __device__ std::uint32_t in_time(std::uint32_t n, std::uint32_t runs) const {
     const std::uint32_t each = runs / stretches_, more = runs % stretches_;  // the first stretches have one more
     const std::uint32_t stretch = n < each * stretches_ ? n % stretches_ : n - each * stretches_, nth = n < each * stretches_ ? n / stretches_ : each;

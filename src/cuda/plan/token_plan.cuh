@@ -1,14 +1,11 @@
-// The plan of a step: which ranks want a token, and which of each peer's rows and of each expert's it is. Every thread block makes it
-// for its own tokens, from the ids: what comes before them is a count over all earlier tokens, in any order, so no thread block waits
-// for another's.
+// The plan of a step: which ranks want a token, and which of each peer's rows and of each expert's it is. Every thread block makes
+// it for its own tokens, from the ids: what comes before them is a count over all earlier tokens, in any order, so no thread block
+// waits for another's.
 #pragma once
 
 #include <type_traits>
 
 #include "../common/arrival.cuh"
-#include "../decode/warps.cuh"
-#include "../common/rows.cuh"
-#include "../common/wait.cuh"
 
 namespace pplx::cuda {
 
@@ -18,13 +15,13 @@ template <bool kMappedOnly>
 struct DispatchExtras;  // remote/dispatch_extras.cuh
 
 struct PlanShared {
-  std::uint32_t rows_before[kMaxPeers];  // of the tokens before the unit, by rank
-  std::int32_t ids[kMostChoicesOfUnit];  // of the unit
+  std::uint32_t rows_before[kMaxPeers];  // each rank's, in the tokens before the unit
+  std::int32_t ids[kMostChoicesOfUnit];  // the unit's
   float weights[kMostChoicesOfUnit];
 };
 
-// As it was loaded, or -1. Nothing is made of it before it is used, not even a wide number of a narrow one: that would wait for it, and
-// each load for the one before.
+// As it was loaded, or -1. Nothing is made of it before it is used, not even a wide number of a narrow one: that would wait for it,
+// and each load for the one before.
 struct RawId {
   std::uint32_t low = 0xffffffffu, high = 0xffffffffu;
   __device__ std::int64_t value(bool wide) const {
@@ -70,8 +67,8 @@ __device__ inline std::uint32_t choice_at(const Common& k, std::uint32_t n) {
 
 // A pass over tokens has a group of lanes for each, a lane for each choice.
 struct Pass {
-  std::uint32_t token, k;  // of this thread, in the pass
-  std::uint32_t tokens;  // of a pass
+  std::uint32_t token, k;  // this thread's, in the pass
+  std::uint32_t tokens;  // a pass's
 
   __device__ explicit Pass(const Common& c)
       : token(threadIdx.x >> c.group_shift), k(threadIdx.x & ((1u << c.group_shift) - 1)), tokens(kSenders >> c.group_shift) {}
@@ -88,7 +85,7 @@ struct EarlyIds {
   static constexpr std::uint32_t kPasses = 3;
   RawId ids[kPasses];
 
-  // Of the tokens before `end`.
+  // Loads choices of the tokens before `end`.
   template <bool kMappedOnly>
   __device__ void load(const DispatchArguments& a, std::uint32_t end) {
     const Pass pass(a.common);
@@ -99,10 +96,11 @@ struct EarlyIds {
   __device__ RawId of_pass(std::uint32_t i) const { return i == 0 ? ids[0] : i == 1 ? ids[1] : ids[2]; }
 };
 
-// Adds this rank's tokens [from, to) to the counts of rows by rank, and of choices by expert. early: of the first passes from token 0.
+// Adds this rank's tokens [from, to) to the counts of rows by rank, and of choices by expert. early: of the first passes from token
+// 0.
 template <bool kMappedOnly>
-__device__ inline void count_tokens(const DispatchArguments& a, std::uint32_t from, std::uint32_t to, bool loaded, const EarlyIds& early,
-                                    PlanShared& s, std::uint32_t* experts) {
+__device__ inline void count_tokens(const DispatchArguments& a, std::uint32_t from, std::uint32_t to, bool loaded,
+                                    const EarlyIds& early, PlanShared& s, std::uint32_t* experts) {
   const Common& k = a.common;
   const Pass pass(k);
   std::uint32_t number = 0;
@@ -126,13 +124,13 @@ struct PlannedToken {
   static constexpr std::uint32_t kRanksOfLane = kMappedOnly ? 1 : 2;
 
   std::int32_t id = -1;
-  std::uint32_t rank = kNone, index = 0;  // of this choice
+  std::uint32_t rank = kNone, index = 0;  // this choice's
   float weight = 1.0f;
   Ranks ranks = 0;  // that want it; every lane has them
   std::uint32_t row[kRanksOfLane] = {};
-  char* at[kRanksOfLane];  // of the rows, at the peers
+  char* at[kRanksOfLane];  // where the rows are, at the peers
 
-  // What its ids say: whose it is, and how many of its lower choices name the same expert.
+  // Finds out what its ids say: the ranks that want it, and how many of its lower choices name the same expert.
   __device__ void choose(const Common& k, std::int32_t its_id, float its_weight) {
     const std::uint32_t lane = threadIdx.x % 32;
     id = its_id;
@@ -146,7 +144,7 @@ struct PlannedToken {
     index = id < 0 ? 0 : __popc(same & ((1u << lane) - 1));
   }
   __device__ bool wanted_by(std::uint32_t rank) const { return (ranks >> rank & 1) != 0; }
-  // Which of the ranks that want it this one is.
+  // Returns the rank's index among those that want it.
   __device__ std::uint32_t nth(std::uint32_t rank) const { return count_ranks_below(ranks, rank); }
   __device__ std::uint32_t count() const { return count_ranks(ranks); }
 
@@ -210,8 +208,8 @@ struct UnitPlan {
   }
 };
 
-// Calls visit(rank) for each of these ranks: remote ones first, for the proxy has the longer way; of each kind from rank + 1 on, itself
-// last.
+// Calls visit(rank) for each of these ranks: remote ones first, for the proxy has the longer way; of each kind from rank + 1 on,
+// itself last.
 template <bool kMappedOnly, typename Visit>
 __device__ inline void visit_in_order(const Common& k, typename PlannedToken<kMappedOnly>::Ranks ranks, const Visit& visit) {
   using Ranks = typename PlannedToken<kMappedOnly>::Ranks;
@@ -225,7 +223,7 @@ __device__ inline void visit_in_order(const Common& k, typename PlannedToken<kMa
   }
 }
 
-// By one warp: what further dispatches, and this one's combine, need to know of a token.
+// Keeps what further dispatches, and this one's combine, need to know of a token: one warp.
 template <bool kMappedOnly>
 __device__ inline void keep_in_plan(const DispatchArguments& a, std::uint32_t own, const PlannedToken<kMappedOnly>& t) {
   const Common& k = a.common;

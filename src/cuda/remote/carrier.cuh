@@ -20,6 +20,8 @@
 
 #ifdef PPLX_CARRIER
 #include PPLX_CARRIER
+#include "../../protocol/signals.h"
+#include "put_counts.h"
 #endif
 
 namespace pplx::cuda {

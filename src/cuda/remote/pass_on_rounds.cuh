@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../rounds/rounds.cuh"
+#include "block_words.cuh"
 
 namespace pplx::cuda {
 

@@ -32,6 +32,7 @@
 #pragma once
 
 #include "../../protocol/mailbox.h"
+#include "../../protocol/pieces.h"
 #include "carrier.cuh"
 #include "../common/wait.cuh"
 

@@ -70,7 +70,7 @@ __device__ __forceinline__ void run_dispatch_in_rounds(const DispatchArguments& 
   const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
   std::uint32_t step = 0, parities = 0;
   if (!a.pieces.begins && !find_open_step(a, step)) {
-    if (kHooks) raise_after_failure(a);
+    if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);
     return;
   }
   if (a.send) {
@@ -89,7 +89,7 @@ __device__ __forceinline__ void run_dispatch_in_rounds(const DispatchArguments& 
     if (is_worker())
       RoundReceiver<kHooks>(a, step, s.receive, experts, memory, s.loaded[warp], parities)
           .receive_rounds(*reinterpret_cast<RoundRows*>(memory + kReceiverBytes));
-    if (kHooks) raise_after_failure(a);
+    if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);
   }
   if (a.send) leave_plan(a, s.last);
   mark_stage(k, Stage::DispatchEnds);

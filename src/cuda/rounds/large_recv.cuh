@@ -3,6 +3,7 @@
 #pragma once
 
 #include "../decode/dispatch_recv.cuh"
+#include "../extras/hooks.cuh"
 #include "../plan/chunk_plan.cuh"
 #include "heard.cuh"
 
@@ -107,7 +108,7 @@ class RoundReceiver {
   }
   __device__ void count(std::uint32_t place) const {
     fence_copies();
-    if (__any_sync(~0u, place != kNone)) count_placed(a_, place, a_.hooks.large_part_units);
+    if (__any_sync(~0u, place != kNone)) HookWords<true>::count_placed(a_, place, a_.hooks.large_part_units);
   }
 
   // All that was stored has been read.
@@ -132,19 +133,19 @@ class RoundReceiver {
     const std::uint32_t copies = copies_of(k_, r);
     const bool with_scales = quantised(k_.c.wire) && part == parts_ - 1;
     if ((copies >> lane & 1) != 0) {
-      bulk_store(a_.out.x + std::uint64_t{r.place} * k_.payload_bytes + begin, from, bytes);
-      if (with_scales && k_.scales_in_pieces) bulk_store(scale_place(a_, r.place, r.expert), end, scale_bytes(k_.c));
+      bulk_store(a_.out.x + std::uint64_t{r.out_row} * k_.payload_bytes + begin, from, bytes);
+      if (with_scales && k_.scales_in_pieces) bulk_store(scale_place(a_, r.out_row, r.expert), end, scale_bytes(k_.c));
     }
     bulk_end_group();
     if (with_scales && !k_.scales_in_pieces) place_scales(r, copies, end);
     if (part == 0) place_words(a_, r);
-    if (kHooks) last_ = r.place;
+    if (kHooks) last_ = r.out_row;
     __syncwarp();
     return true;
   }
 
   __device__ void place_scales(const ArrivedRow& r, std::uint32_t copies, const char* scales) const {
-    char* const mine = r.place != kNone ? scale_place(a_, r.place, r.expert) : nullptr;
+    char* const mine = r.out_row != kNone ? scale_place(a_, r.out_row, r.expert) : nullptr;
     for (; copies != 0; copies &= copies - 1) {
       char* const to = of_lane(mine, __ffs(static_cast<int>(copies)) - 1);
       for (std::uint32_t nth = threadIdx.x % 32; nth < k_.scale_pieces; nth += 32)

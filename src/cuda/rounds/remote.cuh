@@ -13,6 +13,7 @@
 #pragma once
 
 #include "../common/rows.cuh"
+#include "../large/tuning.h"
 #include "../remote/proxy.cuh"
 
 namespace pplx::cuda {

@@ -1,0 +1,75 @@
+// Computes the layout of a rank's memory. The host does; kernels get the Heap.
+#pragma once
+
+#include "heap.h"
+#include "parts.h"
+
+namespace pplx {
+
+constexpr Heap heap_of(const Config& c) {
+  constexpr std::uint64_t page = 4096;
+  Heap h;
+  std::uint64_t at = Heap::kAborts * kWordBytes;
+  h.arrival = at;
+  at = align_up(at + std::uint64_t{kWordBytes} * c.in_flight * kSignals * c.world, page);
+  if (in_pieces(c) || in_parts(c)) {
+    const std::uint64_t words = std::uint64_t{kWordBytes} * c.in_flight * kPieceOps * c.world;
+    h.pieces = at;
+    h.consumed = h.pieces + align_up(words, 64);
+    h.later_signals = h.consumed;
+    at = align_up(in_pieces(c) ? h.consumed + words : h.later_signals + words * (kMostParts - 1), page);
+  }
+  h.counts = at;
+  h.source_bytes = std::uint64_t{kPieceBytes} * expert_pieces(c);
+  h.counts_bytes = c.world * (h.source_bytes + kPieceBytes * ((c.replicas > 1 ? 2 : 1) + std::uint64_t{most_rounds(c)}));
+  at = align_up(at + h.counts_bytes * c.in_flight, page);
+  h.in_pieces = in_pieces(c);
+  h.in_parts = in_parts(c);
+  h.piece_rows = h.in_pieces ? piece_rows_of(c) : max_rows_of_block(c);
+  h.slot_rows = h.in_pieces ? kPlaces * h.piece_rows : h.piece_rows;
+  for (std::uint32_t op = 0; op < kOps; ++op) {
+    h.slots[op] = at;
+    h.slot_bytes[op] = align_up(block_layout(c, Op(op)).bytes(max_rows_of_block(c)), block_alignment(c));
+    if (h.in_pieces && op < kPieceOps) {
+      h.place_bytes[op] = align_up(block_layout(c, Op(op)).bytes(h.piece_rows), block_alignment(c));
+      h.slot_bytes[op] = kPlaces * h.place_bytes[op];
+    }
+    at = align_up(at + h.slot_bytes[op] * c.in_flight * c.world, page);
+  }
+  if (c.replicas > 1) {
+    h.slices = at;
+    h.slice_bytes = align_up(combine_block(c).bytes(max_rows_of_block(c)), block_alignment(c));
+    at = align_up(at + h.slice_bytes * c.in_flight * c.replicas, page);
+  }
+  if (c.lent != 0) {
+    h.offers = at;
+    h.made = align_up(h.offers + std::uint64_t{kPieceBytes} * c.in_flight * c.world, page);
+    h.made_bytes = align_up(std::uint64_t{c.max_rows} * c.hidden * dtype_bytes(c.dtype), page);
+    at = h.made_at(c.lent);
+  }
+  h.shared_bytes = at;
+  const std::uint64_t words = std::uint64_t{kWordBytes} * c.in_flight * kOps * c.world;
+  h.mailbox = at;
+  h.outgoing = h.mailbox + align_up(kWordBytes * h.mailbox_words(c), 64);
+  h.sent = h.outgoing + align_up(words, 64);
+  h.left = h.sent + align_up(words, 64);
+  at = align_up(h.left + (h.in_pieces ? std::uint64_t{kWordBytes} * (c.on_gpu ? 2 : 1) * c.in_flight * kPieceOps * c.world : 0), page);
+  // A token is sent once per rank that wants it, so its rows fill at most min(top_k, remote peers) places; a combine may
+  // return every row of every remote peer.
+  const std::uint64_t most = max_rows_of_block(c);
+  const std::uint64_t rows_out = most * (c.top_k < c.remote_peers ? c.top_k : c.remote_peers);
+  const std::uint64_t rows[kOps] = {rows_out, most * c.remote_peers, rows_out};
+  for (std::uint32_t op = 0; op < kOps; ++op) {
+    const BlockLayout block = block_layout(c, Op(op));
+    h.send[op] = at;
+    h.send_bytes[op] = c.on_gpu
+                           ? c.remote_peers * align_up(block.bytes(most), 64)
+                           : align_up(c.remote_peers * (align_up(block.header_bytes, 64) + 64ull) + rows[op] * block.row_bytes, 64);
+    if (h.in_pieces && op < kPieceOps) h.send_bytes[op] = c.remote_peers * h.slot_bytes[op];
+    at = align_up(at + h.send_bytes[op] * c.in_flight, page);
+  }
+  h.bytes = at;
+  return h;
+}
+
+}  // namespace pplx
