@@ -12,7 +12,6 @@ template <typename T, bool kMappedOnly, int kSent>
 __device__ __forceinline__ void run_combine(const CombineArguments& a) {
   PPLX_SHARED(CombineShared, s);
   const Common& k = a.common;
-  const std::uint32_t warp = threadIdx.x / 32;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
   mark_stage(k, Stage::CombineBegins);
   Places places;
@@ -25,13 +24,13 @@ __device__ __forceinline__ void run_combine(const CombineArguments& a) {
   if (a.send) {
     const CombineUnits units(a, s);
     const std::uint32_t senders = kCombineWarps - (kMappedOnly && a.recv ? receivers_of_combine(units.all, gridDim.x) : 0);
-    if (warp == kCombineWarps - 1) {  // the others ask whose the block's share is when their first sums are ready
+    if (threadIdx.x / 32 == kCombineWarps - 1) {  // the others ask whose the block's share is when their first sums are ready
       if (threadIdx.x % 32 == 0) s.mine = take_share(k, Op::Combine, blockIdx.x, step);
       s.claimed.set();
     }
     if constexpr (!kMappedOnly)
       if (k.remote != 0) CombineExtras<kMappedOnly>::find_what_may_be_sent(k, step, s);
-    if (warp < senders) send_combine<T, kMappedOnly, kSent>(a, step, units, senders, places, s);
+    if (threadIdx.x / 32 < senders) send_combine<T, kMappedOnly, kSent>(a, step, units, senders, places, s);
   }
   if (a.recv) {
     receive_combine<T, kMappedOnly>(a, step, s);

@@ -41,37 +41,31 @@ __device__ __forceinline__ void run_dispatch(const DispatchArguments& a) {
   }
   if (threadIdx.x < kMaxPeers) s.receive.choices[threadIdx.x] = 0;
   std::uint32_t step = 0;
-  if (!a.send && !find_open_step(a, step)) {
-    if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);
-    return;
-  }
-
-  const Experts experts{words + align_up(k.c.num_experts, kNumbersOfPiece), k.expert_pieces};
-  if (warp < kSenderWarps) {
-    if (a.send) {
+  if (a.send) {
+    if (warp < kSenderWarps) {
       EarlyLoads<Mode, kMappedOnly> early;
       early.load(a, blockIdx.x);
       forget_counts(k, s.send, words);
       step = hear_step(k, s.send);
       send_dispatch<Mode, kMappedOnly>(a, early, s.send, words);
-    }
-  } else if (warp == kPublisher) {
-    if (a.send) {
-      read_step(a, s.send);
+    } else {
+      if (warp == kPublisher) read_step(a, s.send);
       step = hear_step(k, s.send);
-      publish_dispatch<kMappedOnly>(a, s.send);
+      if (warp == kPublisher) publish_dispatch<kMappedOnly>(a, s.send);
     }
-  } else {
-    if (a.send) step = hear_step(k, s.send);
-    if (a.recv && warp == kRowCounter) {
-      count_rows(a, step, s.receive);
-    } else if (a.recv && warp == kRowPlacer) {
-      place_rows<kMappedOnly, kHooks>(a, step, s.receive, experts);
-    } else if constexpr (!kMappedOnly) {
-      if (a.recv && warp == kProxyWatcher && k.remote != 0) DispatchExtras<kMappedOnly>::pass_on(a, step);
-    }
+  } else if (!find_open_step(a, step)) {
+    if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);
+    return;
   }
   if (a.recv) {
+    const Experts experts{words + align_up(k.c.num_experts, kNumbersOfPiece), k.expert_pieces};
+    if (warp == kRowCounter) {
+      count_rows(a, step, s.receive);
+    } else if (warp == kRowPlacer) {
+      place_rows<kMappedOnly, kHooks>(a, step, s.receive, experts);
+    } else if constexpr (!kMappedOnly) {
+      if (warp == kProxyWatcher && k.remote != 0) DispatchExtras<kMappedOnly>::pass_on(a, step);
+    }
     receive_dispatch<kMappedOnly, kHooks>(a, step, s.receive, experts);
     if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);
   }
