@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import re
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,7 +16,7 @@ from rank_cases import Good, check_dispatched, environment, exchange, open_all_t
 from reference import same_bits
 
 import pplx_comm as pc
-from pplx_comm.wiring import config
+from pplx_comm.wiring import config, wire_up
 
 
 def bad_dispatches(me: Any, case: Case, clumsy: int) -> None:
@@ -274,6 +275,7 @@ def sees_a_gpu(me: Any, who: list[int]) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: me.rank in who)
         patch.setattr(config, "device_index", lambda _: 0)
+        patch.setattr(wire_up, "cuda_module", lambda: SimpleNamespace(pci_address=lambda _: "0000:53:00.0"))
         return construct(me, {"device": None}, {}, {})
 
 
@@ -295,8 +297,6 @@ def ninth(me: Any) -> dict[str, Any]:
 
 def other_version(me: Any, who: int) -> dict[str, Any]:
     """One rank runs another version."""
-    from pplx_comm.wiring import wire_up
-
     before = wire_up.__version__
     if me.rank == who:
         wire_up.__version__ = "0.0.1+other"
