@@ -4,6 +4,7 @@
 #include <vector>
 
 #include "../../src/cpu/vector/kernels.h"
+#include "../../src/protocol/number.h"
 #include "check.h"
 
 using namespace pplx;
