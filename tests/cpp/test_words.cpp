@@ -10,6 +10,7 @@
 #include "../../src/protocol/abort.h"
 #include "../../src/protocol/immediate.h"
 #include "../../src/protocol/mailbox.h"
+#include "../../src/protocol/heap_layout.h"
 #include "../../src/protocol/signals.h"
 #include "check.h"
 
