@@ -16,7 +16,7 @@ pytestmark = [ON_X86_64, pytest.mark.slow]
 @pytest.mark.parametrize("on_one", [False, True])
 def test_replicas_in_pieces_are_refused(on_one: bool) -> None:
     """On every rank, where all ranks ask for them and where one does. Slots of whole blocks are no limit."""
-    both, usual = {"replicas": 2, "slot_bytes": 1 << 20}, {"device": "cuda", "max_tokens_per_rank": 4096, "hidden": 512}
+    both, usual = {"replicas": 2, "slot_bytes": 1 << 21}, {"device": "cuda", "max_tokens_per_rank": 4096, "hidden": 512}
     with Crew(2) as crew:
         for r in crew.run(
             "emulated:call", module(), "misuse_cases:construct", usual if on_one else {**usual, **both}, {1: both}, {}
