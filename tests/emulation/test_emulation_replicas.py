@@ -48,11 +48,11 @@ def test_replicas_apart(kind: str, transport: str) -> None:
     assert any(word in r["message"] for r in results), results
 
 
-@pytest.mark.parametrize(("replicas", "transport"), [(2, "mixed:tcp"), (4, "mapped")])
+@pytest.mark.parametrize(("replicas", "transport"), [(2, "mixed:tcp"), (2, "mapped"), (4, "mapped")])
 def test_replicas_after_a_reset(tmp_path: Path, replicas: int, transport: str) -> None:
     """Those that are left of a group send the tokens of the dead."""
     paths = [str(tmp_path / f"died{i}") for i in range(2)]
-    case = Case(seed(), 4, num_experts=10, top_k=4, max_tokens=6 * replicas, crowd="uneven", in_flight=2, transport=transport)
+    case = Case(seed(), 4, num_experts=10, top_k=4, max_tokens=24 * replicas, crowd="uneven", in_flight=2, transport=transport)
     with Crew(4) as crew:
         crew.start("emulated:call", module(), "failure_cases:reset_after", replace(case, replicas=replicas), [2, 0], paths)
         assert [len(r["rounds"]) for r in crew.collect(200, [1, 3])] == [2, 2]
