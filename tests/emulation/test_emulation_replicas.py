@@ -16,7 +16,7 @@ pytestmark = [ON_X86_64, pytest.mark.slow]
 @pytest.mark.parametrize("on_one", [False, True])
 def test_replicas_in_pieces_are_refused(on_one: bool) -> None:
     """On every rank, where all ranks ask for them and where one does. Slots of whole blocks are no limit."""
-    both, usual = {"replicas": 2, "slot_bytes": 1 << 20}, {"device": "cuda", "max_tokens_per_rank": 4096, "hidden": 512}
+    both, usual = {"replicas": 2, "slot_bytes": 1 << 21}, {"device": "cuda", "max_tokens_per_rank": 4096, "hidden": 512}
     with Crew(2) as crew:
         for r in crew.run(
             "emulated:call", module(), "misuse_cases:construct", usual if on_one else {**usual, **both}, {1: both}, {}
@@ -48,11 +48,11 @@ def test_replicas_apart(kind: str, transport: str) -> None:
     assert any(word in r["message"] for r in results), results
 
 
-@pytest.mark.parametrize(("replicas", "transport"), [(2, "mixed:tcp"), (4, "mapped")])
+@pytest.mark.parametrize(("replicas", "transport"), [(2, "mixed:tcp"), (2, "mapped"), (4, "mapped")])
 def test_replicas_after_a_reset(tmp_path: Path, replicas: int, transport: str) -> None:
     """Those that are left of a group send the tokens of the dead."""
     paths = [str(tmp_path / f"died{i}") for i in range(2)]
-    case = Case(seed(), 4, num_experts=10, top_k=4, max_tokens=6 * replicas, crowd="uneven", in_flight=2, transport=transport)
+    case = Case(seed(), 4, num_experts=10, top_k=4, max_tokens=24 * replicas, crowd="uneven", in_flight=2, transport=transport)
     with Crew(4) as crew:
         crew.start("emulated:call", module(), "failure_cases:reset_after", replace(case, replicas=replicas), [2, 0], paths)
         assert [len(r["rounds"]) for r in crew.collect(200, [1, 3])] == [2, 2]

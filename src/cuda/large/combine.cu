@@ -169,8 +169,10 @@ struct Offers {
       char* const memory = reinterpret_cast<char*>(words);
       const RingMemory dealt{memory + kCombinerBytes + team * kPartsOfFetchingTeam * kDealtPart, kPartsOfFetchingTeam};
       if (warp == kOfferer) {
-        if (a.send) begin_to_offer(a, step, s.combine);
-        if (a.send) LargeCombiner<T, true>(a, step, s.combine, memory, s.turns).send_rest();
+        if (a.send) {
+          begin_to_offer(a, step, s.combine);
+          LargeCombiner<T, true>(a, step, s.combine, memory, s.turns).send_rest();
+        }
         if (a.recv) receive_all_headers(a, step);
       } else if (dealer) {
         if (a.recv) SumDealer<true>(a, step, s.combine, s.dealt[team], dealt, s.next, s.rows_at[team]).deal();
