@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import pplx_comm._core
 import typing
-__all__: list[str] = ['Exchange', 'ExpertOutputs', 'HostHeap', 'Launch', 'Outputs', 'PlanLayout', 'Result', 'SharedMemory', 'StreamEvent', 'Tokens', 'clear', 'device_count', 'driver_version', 'fetches_rows', 'gdrcopy_refusal', 'leave_blank', 'large_tokens', 'output_layout', 'pci_address', 'plan_layout', 'runtime_version', 'write_ordering']
+__all__: list[str] = ['Exchange', 'ExpertOutputs', 'HostHeap', 'Launch', 'Outputs', 'PlanLayout', 'Result', 'SharedMemory', 'StreamEvent', 'Tokens', 'clear', 'device_count', 'driver_version', 'fetches_rows', 'gdrcopy_refusal', 'large_tokens', 'leave_blank', 'output_layout', 'pci_address', 'plan_layout', 'runtime_version', 'write_ordering']
 class Launch:
     """
     The halves to launch and their stream; addresses of the plan and of the dispatch's results.
@@ -153,12 +153,6 @@ class Exchange:
         True if the proxy raises its words in GPU memory.
         """
     @property
-    def large_combines(self) -> int:
-        ...
-    @property
-    def large_dispatches(self) -> int:
-        ...
-    @property
     def generation(self) -> int:
         ...
     @property
@@ -166,6 +160,12 @@ class Exchange:
         """
         Memory that the proxy carries for; None inside a node.
         """
+    @property
+    def large_combines(self) -> int:
+        ...
+    @property
+    def large_dispatches(self) -> int:
+        ...
     @property
     def large_tokens(self) -> int:
         """
@@ -217,13 +217,13 @@ def gdrcopy_refusal(device: int) -> str | None:
     """
     Why arrival words cannot lie in that GPU's memory; None: they can.
     """
-def leave_blank(config: pplx_comm._core.Config, heap: SharedMemory) -> None:
-    """
-    Makes the places of the rows that come back as peers must find them.
-    """
 def large_tokens(config: pplx_comm._core.Config, device: int, num_sms: int) -> int:
     """
     The number of tokens from which steps should be large on this GPU. num_sms: 0: all.
+    """
+def leave_blank(config: pplx_comm._core.Config, heap: SharedMemory) -> None:
+    """
+    Makes the places of the rows that come back as peers must find them.
     """
 def output_layout(config: pplx_comm._core.Config) -> pplx_comm._core.OutputLayout:
     """
