@@ -38,9 +38,34 @@ std::uint32_t most_chunks(const Config& c) {
   return ceil_div(c.max_tokens, least);
 }
 
-// How rows are cut, for kernels.
-void measure_rows(Common& k) {
-  const Config& c = k.c;
+std::uint32_t sms_of_gpu(int device) {
+  int sms = 0;
+  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
+  return static_cast<std::uint32_t>(sms);
+}
+
+// Steps in flight share the GPU: each must find room beside the others, and leave some to the caller.
+std::uint32_t sms_of_launch(const Config& c, std::uint32_t of_gpu, std::uint32_t num_sms) {
+  std::uint32_t sms = of_gpu;
+  if (c.in_flight > 1) sms = sms > kSmsLeft ? std::max(1u, (sms - kSmsLeft) / c.in_flight) : 1;
+  sms = std::min(sms, kMostBlocks / std::max(kDispatchBlocksPerSm, kCombineBlocksPerSm));
+  return num_sms > 0 ? std::min(num_sms, sms) : sms;
+}
+
+// Returns what follows from the configuration alone.
+Common common_of(const Config& c, double timeout_seconds) {
+  Common k;
+  k.c = c;
+  k.heap = heap_of(c);
+  k.dispatch = dispatch_block(c);
+  k.combine = combine_block(c);
+  k.weights = weights_block(c);
+  k.dispatch_parts = part_sizes(c, Op::Dispatch);
+  k.combine_parts = part_sizes(c, Op::Combine);
+  k.per_rank = Divider(experts_per_rank(c));
+  k.top_k = Divider(c.top_k);
+  k.experts = local_experts(c, c.rank);
+  k.most_rows = max_rows_of_block(c);
   k.experts_per_rank = experts_per_rank(c);
   k.expert_pieces = expert_pieces(c);
   k.align_mask = (c.align & (c.align - 1)) == 0 ? c.align - 1 : kNone;
@@ -56,20 +81,11 @@ void measure_rows(Common& k) {
   // The dividend is a strip's number among those of all rows.
   const std::uint64_t most = (std::uint64_t{c.world} * k.most_rows + 1) * ceil_div(k.row_bytes, kReceivedVectors * 512);
   if (most * ceil_div(k.row_bytes, kReceivedVectors * 512) >> 32 != 0) throw Misuse("device='cuda': rows times row bytes exceed the 32-bit index of strips; reduce max_tokens_per_rank");
-}
-
-std::uint32_t sms_of_gpu(int device) {
-  int sms = 0;
-  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-  return static_cast<std::uint32_t>(sms);
-}
-
-// Steps in flight share the GPU: each must find room beside the others, and leave some to the caller.
-std::uint32_t sms_of_launch(const Config& c, std::uint32_t of_gpu, std::uint32_t num_sms) {
-  std::uint32_t sms = of_gpu;
-  if (c.in_flight > 1) sms = sms > kSmsLeft ? std::max(1u, (sms - kSmsLeft) / c.in_flight) : 1;
-  sms = std::min(sms, kMostBlocks / std::max(kDispatchBlocksPerSm, kCombineBlocksPerSm));
-  return num_sms > 0 ? std::min(num_sms, sms) : sms;
+  k.timeout_ns = static_cast<std::uint64_t>(timeout_seconds * 1e9);
+#ifdef PPLX_CUDA_FUZZ
+  if (const char* seed = std::getenv("PPLX_COMM_CUDA_FUZZ")) k.fuzz_seed = std::strtoull(seed, nullptr, 0);
+#endif
+  return k;
 }
 
 }  // namespace
@@ -106,22 +122,7 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   if (config.world > kMaxPeers) throw Misuse("device='cuda' takes at most " + std::to_string(kMaxPeers) + " ranks");
   if (config.num_experts > kMostExperts) throw Misuse("device='cuda' takes at most " + std::to_string(kMostExperts) + " experts");
   const OnDevice on(device_);
-  common_.c = config;
-  common_.heap = heap_of(config);
-  common_.dispatch = dispatch_block(config);
-  common_.combine = combine_block(config);
-  common_.weights = weights_block(config);
-  common_.dispatch_parts = part_sizes(config, Op::Dispatch);
-  common_.combine_parts = part_sizes(config, Op::Combine);
-  common_.per_rank = Divider(experts_per_rank(config));
-  common_.top_k = Divider(config.top_k);
-  common_.experts = local_experts(config, config.rank);
-  common_.most_rows = max_rows_of_block(config);
-  measure_rows(common_);
-  common_.timeout_ns = static_cast<std::uint64_t>(timeout_seconds * 1e9);
-#ifdef PPLX_CUDA_FUZZ
-  if (const char* seed = std::getenv("PPLX_COMM_CUDA_FUZZ")) common_.fuzz_seed = std::strtoull(seed, nullptr, 0);
-#endif
+  common_ = common_of(config, timeout_seconds);
   for (std::uint32_t peer = 0; peer < config.world; ++peer) {
     if (peer != config.rank && !memory_.peers.at(peer)) continue;
     const SharedMemory& theirs = peer == config.rank ? *memory_.own : *memory_.peers.at(peer);
