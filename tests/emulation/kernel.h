@@ -171,20 +171,18 @@ inline unsigned __ballot_sync(unsigned, bool vote) {
   emulation::warp_sync();
   return warp.votes[turn];
 }
-inline unsigned __reduce_or_sync(unsigned, unsigned value) {
-  return emulation::shuffle(value, [](const std::uint64_t* lanes) {
-    unsigned all = 0;
-    for (unsigned lane = 0; lane < emulation::kLanes; ++lane) all |= static_cast<unsigned>(lanes[lane]);
+template <typename Join>
+inline unsigned reduce_sync(unsigned value, const Join& join) {
+  return emulation::shuffle(value, [&](const std::uint64_t* lanes) {
+    unsigned all = static_cast<unsigned>(lanes[0]);
+    for (unsigned lane = 1; lane < emulation::kLanes; ++lane) all = join(all, static_cast<unsigned>(lanes[lane]));
     return all;
   });
 }
-inline unsigned __reduce_add_sync(unsigned, unsigned value) {
-  return emulation::shuffle(value, [](const std::uint64_t* lanes) {
-    unsigned all = 0;
-    for (unsigned lane = 0; lane < emulation::kLanes; ++lane) all += static_cast<unsigned>(lanes[lane]);
-    return all;
-  });
-}
+inline unsigned __reduce_or_sync(unsigned, unsigned value) { return reduce_sync(value, [](unsigned a, unsigned b) { return a | b; }); }
+inline unsigned __reduce_add_sync(unsigned, unsigned value) { return reduce_sync(value, [](unsigned a, unsigned b) { return a + b; }); }
+inline unsigned __reduce_min_sync(unsigned, unsigned value) { return reduce_sync(value, [](unsigned a, unsigned b) { return a < b ? a : b; }); }
+inline unsigned __reduce_max_sync(unsigned, unsigned value) { return reduce_sync(value, [](unsigned a, unsigned b) { return a > b ? a : b; }); }
 inline unsigned __match_any_sync(unsigned, unsigned value) {
   return emulation::shuffle(std::uint64_t{value}, [&](const std::uint64_t* lanes) {
     unsigned same = 0;

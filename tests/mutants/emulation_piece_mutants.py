@@ -154,7 +154,7 @@ MUTANTS = [
     ),
     Mutant(
         "hooks: padding between experts is not counted in rounds",
-        "src/cuda/rounds/heard.cuh",
+        "src/cuda/rounds/large_recv.cuh",
         "zero_padding<kHooks>(",
         "zero_padding<false>(",
         "a block with padding is never raised",

@@ -10,9 +10,6 @@
 //
 // So a unit waits only for peers, or for units that running thread blocks hold: one resident thread block suffices, whatever else
 // runs on the GPU. The step's number is in device memory: a launch that carried one would be wrong when a captured graph replays.
-//
-// Every thread block makes the plan for itself, from the ids: the rows and choices before its tokens are a count over all earlier
-// tokens, in any order, so no thread block waits for another's.
 #pragma once
 
 #include "../../protocol/heap.h"

@@ -1,6 +1,5 @@
-// Pieces of sixteen bytes that show by themselves whether they have come, each whole or not at all. So no release stands between a
-// row's last byte and its reader. It would wait for the link: bare rows of 128 tokens take 21.0 us, 24.6 with a release per part
-// (bench/notes.md).
+// Pieces of sixteen bytes that show by themselves whether they have come, each whole or not at all. So no release, which would wait
+// for the link, stands between a row's last byte and its reader.
 //
 //   tagged   its last word is the step's: counts, routes, headers. What lay there before has another tag.
 //   blank    rows. A place is blank, all ones, until its piece is stored there; its reader makes it blank again. A sum is never

@@ -5,8 +5,6 @@
 //                 that run are about to close that step; else it is refused: nothing is written, and all ranks fail with a sentence
 //   a combine     works on a step that is open. Each of its thread blocks counts down when it has received all, and the last one
 //                 has closed the step
-//
-// The word is loaded when a kernel begins, beside its first claim, so that neither waits for the other.
 #pragma once
 
 #include "wait.cuh"

@@ -1,5 +1,4 @@
-// Values chosen by measuring: bench/notes.md has the figures, large/tuning.h those of large steps. None changes a bit of any
-// result.
+// Values chosen by measuring (bench/notes.md); large/tuning.h has those of large steps. None changes a bit of any result.
 #pragma once
 
 #include <algorithm>

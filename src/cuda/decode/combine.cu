@@ -6,15 +6,6 @@ namespace decode {
 
 Choice<CombineArguments> choose_general(const Config& config);  // remote/combine.cu
 
-namespace {
-
-template <typename T, bool kMappedOnly, int kSent>
-__global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(const __grid_constant__ CombineArguments a) {
-  run_combine<T, kMappedOnly, kSent>(a);
-}
-
-}  // namespace
-
 Choice<CombineArguments> choose(const Config& c, const CombineCall& call) {
   if (!call.mapped_only) return choose_general(c);
   return choose_type(c.dtype, [&](auto type) -> Choice<CombineArguments> {

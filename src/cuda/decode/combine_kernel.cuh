@@ -5,11 +5,12 @@
 #include "combine_recv.cuh"
 
 namespace pplx::cuda {
+namespace decode {
 namespace {
 
 // kMappedOnly: see is_mapped_only(); the other kernels handle every case. kSent: vectors of a lane, in a strip that is sent.
 template <typename T, bool kMappedOnly, int kSent>
-__device__ __forceinline__ void run_combine(const CombineArguments& a) {
+__global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(const __grid_constant__ CombineArguments a) {
   PPLX_SHARED(CombineShared, s);
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
@@ -41,4 +42,5 @@ __device__ __forceinline__ void run_combine(const CombineArguments& a) {
 }
 
 }  // namespace
+}  // namespace decode
 }  // namespace pplx::cuda

@@ -89,8 +89,8 @@ __device__ inline std::uint32_t unit_of_share(std::uint32_t share, std::uint32_t
 }
 
 // Rows go back in the order in which all sources have them, the first of each, the second of each, sources from rank + 1 on: every
-// rank is sent to by all at the same rate, and its tokens are complete one after the other. (By source, all ranks began with rank
-// 0: 137 us for a combine of 512 tokens.) What some sources have more of than others follows, by source.
+// rank is sent to by all at the same rate, and its tokens are complete one after the other. What some sources have more of than
+// others follows, by source.
 struct RowOfUnit {
   std::uint32_t source = 0, row = 0;
 

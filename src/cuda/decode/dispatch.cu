@@ -7,21 +7,10 @@ namespace decode {
 Choice<DispatchArguments> choose_general(const Config& config, const DispatchCall& call);  // remote/dispatch.cu
 Choice<DispatchArguments> choose_with_hooks(const Config& config, const DispatchCall& call);  // extras/dispatch_hooks.cu
 
-namespace {
-
-template <typename Mode, bool kMappedOnly, bool kHooks>
-__global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_constant__ DispatchArguments a) {
-  run_dispatch<Mode, kMappedOnly, kHooks>(a);
-}
-
-}  // namespace
-
 Choice<DispatchArguments> choose(const Config& c, const DispatchCall& call) {
   if (call.hooks) return choose_with_hooks(c, call);
   if (!call.mapped_only) return choose_general(c, call);
-  return choose_mode(c, call, [&](auto mode) {
-    return decode_choice("decode::dispatch", c, dispatch<decltype(mode), true, false>);
-  });
+  return choose_mode(c, call, [&](auto mode) { return decode_choice("decode::dispatch", c, dispatch<decltype(mode), true, false>); });
 }
 
 }  // namespace decode

@@ -25,9 +25,14 @@ __device__ inline std::uint32_t hear_step(const Common& k, const SendShared& s) 
   return s.step;
 }
 
+}  // namespace
+
+namespace decode {
+namespace {
+
 // kMappedOnly: see is_mapped_only(); the other kernels handle every case. kHooks: the launch raises words of hooks.
 template <typename Mode, bool kMappedOnly, bool kHooks>
-__device__ __forceinline__ void run_dispatch(const DispatchArguments& a) {
+__global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_constant__ DispatchArguments a) {
   PPLX_LAUNCHED_SHARED(words);  // the send half's counts by expert, then the receive half's places
   PPLX_SHARED(DispatchShared, s);
   const Common& k = a.common;
@@ -73,13 +78,11 @@ __device__ __forceinline__ void run_dispatch(const DispatchArguments& a) {
   stamp(k, Op::Dispatch, step, begun);
 }
 
-std::uint32_t shared_bytes(const Config& c) {
-  return 4 * (static_cast<std::uint32_t>(align_up(c.num_experts, 4)) + (c.world + 1) * kNumbersOfPiece * expert_pieces(c));
-}
-
 inline Choice<DispatchArguments> decode_choice(const char* name, const Config& c, void (*kernel)(DispatchArguments)) {
-  return {name, kernel, kDispatchThreads, shared_bytes(c)};
+  const auto counts = static_cast<std::uint32_t>(align_up(c.num_experts, kNumbersOfPiece));
+  return {name, kernel, kDispatchThreads, 4 * (counts + (c.world + 1) * kNumbersOfPiece * expert_pieces(c))};
 }
 
 }  // namespace
+}  // namespace decode
 }  // namespace pplx::cuda

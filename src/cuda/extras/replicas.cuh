@@ -1,6 +1,5 @@
-// Rows of the output that replicas finish for each other. They travel as the rows of a combine do: a place is blank until its piece
-// has come, and its reader makes it blank again. A tail has an arrival word behind its row. The header, whose word is raised
-// by itself, says what replicas must have in common.
+// Rows of the output that replicas finish for each other. They travel as the rows of a combine do. A tail has an arrival word behind its
+// row. The header, whose word is raised by itself, says what replicas must have in common.
 //
 // No deadlock: a rank sends all that it owes its replicas before it waits for theirs. Its own rows are claimed, so that the thread blocks
 // that run finish all of them.

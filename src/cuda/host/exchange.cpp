@@ -32,17 +32,18 @@ Control retired_control() {
   return control;
 }
 
-// That are counted together: no more of a step than these.
+// The most that a step may have.
 std::uint32_t most_chunks(const Config& c) {
   const std::uint32_t least = most_rounds(c) == 0 ? kLeastTokensOfChunk : std::min(kLeastTokensOfChunk, tokens_of_round(c));
   return ceil_div(c.max_tokens, least);
 }
 
-std::uint32_t sms_of_gpu(int device) {
-  int sms = 0;
-  check(cudaDeviceGetAttribute(&sms, cudaDevAttrMultiProcessorCount, device), "cudaDeviceGetAttribute");
-  return static_cast<std::uint32_t>(sms);
+std::uint32_t attribute_of(int device, cudaDeviceAttr attribute) {
+  int value = 0;
+  check(cudaDeviceGetAttribute(&value, attribute, device), "cudaDeviceGetAttribute");
+  return static_cast<std::uint32_t>(value);
 }
+std::uint32_t sms_of_gpu(int device) { return attribute_of(device, cudaDevAttrMultiProcessorCount); }
 
 // Steps in flight share the GPU: each must find room beside the others, and leave some to the caller.
 std::uint32_t sms_of_launch(const Config& c, std::uint32_t of_gpu, std::uint32_t num_sms) {
@@ -317,15 +318,12 @@ void Exchange::write_control(std::uint32_t generation, const Control& value) {
   check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
 }
 
-// Makes what the kernels for many tokens need, if steps may be large enough. All ranks use these kernels or none does: they decide what
-// rows of combine look like. So a rank that maps the memory of all others goes without, too, if those do not map each other's. Rows of remote
-// peers are handed over by rounds: whole blocks for other nodes these kernels do not know.
+// Makes what the large kernels need, if steps may be large enough. All ranks use these kernels or none does: they decide what rows of
+// combine look like. Without pieces they do not know remote peers.
 void Exchange::make_chunk_counts() {
   const Config& c = common_.c;
   if (memory_.across() && !common_.heap.in_pieces) return;
-  int shared = 0;
-  check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), "cudaDeviceGetAttribute");
-  const auto bytes = static_cast<std::uint32_t>(shared);
+  const std::uint32_t bytes = attribute_of(device_, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   const bool pieces = common_.heap.in_pieces;
   if (!pieces && (c.max_tokens < large_tokens_ || !can_dispatch_large(c, bytes) || !can_combine_large(c, bytes))) return;
   common_.word_rows = pieces ? 0 : large_tokens_;
@@ -362,9 +360,7 @@ void Exchange::check_pieces() const {
   const std::string instead = ". Give slot_bytes at least " + std::to_string(bytes_of_slots(c, common_.most_rows)) + ", or leave it out";
   const auto refuse = [&](const std::string& why) { throw Misuse("device='cuda' does not take blocks in pieces " + why + instead); };
   if (most_rounds(c) > kMostRounds) refuse("of so few rows: a step would have " + std::to_string(most_rounds(c)) + " rounds, " + std::to_string(kMostRounds) + " at most");
-  int shared = 0;
-  check(cudaDeviceGetAttribute(&shared, cudaDevAttrMaxSharedMemoryPerBlockOptin, device_), "cudaDeviceGetAttribute");
-  const auto bytes = static_cast<std::uint32_t>(shared);
+  const std::uint32_t bytes = attribute_of(device_, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   if (!can_dispatch_rounds(c, bytes) || !can_combine_rounds(c, bytes))
     refuse("of this shape on this GPU: the kernels need rows of a multiple of 16 bytes, and 227 KiB of shared memory, with room for the counts of all experts");
 }
@@ -426,15 +422,6 @@ std::uint32_t Exchange::open_steps() const {
 std::uint64_t Exchange::steps() const {
   const std::lock_guard<std::mutex> lock(mutex_);
   return steps_.closed();
-}
-
-std::uint64_t Exchange::large_dispatches() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return large_dispatches_;
-}
-std::uint64_t Exchange::large_combines() const {
-  const std::lock_guard<std::mutex> lock(mutex_);
-  return large_combines_;
 }
 
 #ifdef PPLX_CUDA_STAGES

@@ -3,6 +3,7 @@
 
 #include <cuda_runtime_api.h>
 
+#include <atomic>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -108,8 +109,8 @@ class Exchange {
   void set_num_sms(std::uint32_t num_sms);  // at most as at construction; from the next step that opens while no other is open
   std::uint64_t steps() const;
   // Launches of large kernels; halves count.
-  std::uint64_t large_dispatches() const;
-  std::uint64_t large_combines() const;
+  std::uint64_t large_dispatches() const { return large_dispatches_; }
+  std::uint64_t large_combines() const { return large_combines_; }
   std::uint32_t large_tokens() const { return large_tokens_; }
   // A launch as the table has it, and the reason.
   struct Explained {
@@ -158,7 +159,7 @@ class Exchange {
   std::uint64_t chunk_bytes_ = 0;
   ChunkCounts chunk_counts_;
   bool has_hooks_ = false;
-  std::uint64_t large_dispatches_ = 0, large_combines_ = 0;
+  std::atomic<std::uint64_t> large_dispatches_ = 0, large_combines_ = 0;
   std::uint32_t* round_counts_ = nullptr;  // PieceArguments::counts, and behind them what remote_rounds_ has; none where blocks are whole
   std::uint64_t round_bytes_ = 0;
   RemoteRounds remote_rounds_;

@@ -12,12 +12,6 @@ cudaError_t load(const Choice<Arguments>& choice) {
   return cudaFuncSetAttribute(function, cudaFuncAttributeMaxDynamicSharedMemorySize, static_cast<int>(choice.smem));
 }
 
-template <typename Arguments>
-cudaError_t launch_by(const Choice<Arguments>& choice, const Arguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
-  void* parameters[] = {const_cast<Arguments*>(&arguments)};
-  return cudaLaunchKernel(choice.kernel, dim3(blocks), dim3(choice.block), parameters, choice.smem, stream);
-}
-
 }  // namespace
 
 cudaError_t load(const Config& c, bool large, bool hooks) {
@@ -41,11 +35,12 @@ cudaError_t load(const Config& c, bool large, bool hooks) {
   return error;
 }
 
-cudaError_t launch(const Choice<DispatchArguments>& choice, const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
-  return launch_by(choice, arguments, blocks, stream);
+template <typename Arguments>
+cudaError_t launch(const Choice<Arguments>& choice, const Arguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
+  void* parameters[] = {const_cast<Arguments*>(&arguments)};
+  return cudaLaunchKernel(choice.kernel, dim3(blocks), dim3(choice.block), parameters, choice.smem, stream);
 }
-cudaError_t launch(const Choice<CombineArguments>& choice, const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
-  return launch_by(choice, arguments, blocks, stream);
-}
+template cudaError_t launch(const Choice<DispatchArguments>&, const DispatchArguments&, std::uint32_t, cudaStream_t);
+template cudaError_t launch(const Choice<CombineArguments>&, const CombineArguments&, std::uint32_t, cudaStream_t);
 
 }  // namespace pplx::cuda

@@ -40,8 +40,8 @@ auto choose(const Config& c, const Call& call) {
 
 // Loads every kernel that steps of this size may choose, so that no later call loads a module.
 cudaError_t load(const Config& config, bool large, bool hooks);
-cudaError_t launch(const Choice<DispatchArguments>& choice, const DispatchArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
-cudaError_t launch(const Choice<CombineArguments>& choice, const CombineArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
+template <typename Arguments>
+cudaError_t launch(const Choice<Arguments>& choice, const Arguments& arguments, std::uint32_t blocks, cudaStream_t stream);
 
 // True if the GPU has the shared memory, and the configuration the shape, for large steps.
 bool can_dispatch_large(const Config& config, std::uint32_t shared_bytes);

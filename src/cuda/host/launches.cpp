@@ -2,8 +2,6 @@
 
 #include <algorithm>
 
-#include "error.h"
-
 namespace pplx::cuda {
 namespace {
 
@@ -19,11 +17,9 @@ unsigned long long capture_on(cudaStream_t stream) {
 
 }  // namespace
 
-Launches::Sequence::Event::Event() { check(cudaEventCreateWithFlags(&handle, cudaEventDisableTiming), "cudaEventCreate"); }
-
-void Launches::Sequence::record(std::unique_ptr<Event>& event, cudaStream_t stream) {
-  if (!event) event = std::make_unique<Event>();
-  check(cudaEventRecord(event->handle, stream), "cudaEventRecord");
+void Launches::Sequence::record(std::unique_ptr<StreamEvent>& event, cudaStream_t stream) {
+  if (!event) event = std::make_unique<StreamEvent>();
+  event->record(stream);
 }
 
 void Launches::Sequence::follow(cudaStream_t stream, bool sends) {
@@ -34,7 +30,7 @@ void Launches::Sequence::follow(cudaStream_t stream, bool sends) {
   }
   if (sent_any_) {
     if (sends) record(sent_, streams_.back());
-    if (sent_) check(cudaStreamWaitEvent(stream, sent_->handle, 0), "cudaStreamWaitEvent");
+    if (sent_) sent_->wait(stream);
   }
   const auto found = std::find(streams_.begin(), streams_.end(), stream);
   if (found != streams_.end()) streams_.erase(found);
@@ -53,7 +49,7 @@ void Launches::Sequence::note_received(cudaStream_t stream) {
 
 void Launches::Sequence::after_received(cudaStream_t stream) {
   for (const Received& received : received_)
-    if (received.stream != stream) check(cudaStreamWaitEvent(stream, received.done->handle, 0), "cudaStreamWaitEvent");
+    if (received.stream != stream) received.done->wait(stream);
   received_.clear();
 }
 

@@ -10,6 +10,8 @@
 #include <optional>
 #include <vector>
 
+#include "stream_event.h"
+
 namespace pplx::cuda {
 
 class Launches {
@@ -45,24 +47,16 @@ class Launches {
 
    private:
     friend class Launches;
-    class Event {
-     public:
-      Event();   // an event of the current device
-      ~Event() { cudaEventDestroy(handle); }
-      Event(const Event&) = delete;
-      Event& operator=(const Event&) = delete;
-      cudaEvent_t handle = nullptr;
-    };
     struct Received {
       cudaStream_t stream = nullptr;
-      std::unique_ptr<Event> done;
+      std::unique_ptr<StreamEvent> done;
     };
     struct Open {
       const char* buffer;
       std::uint32_t step;
       bool received;
     };
-    static void record(std::unique_ptr<Event>& event, cudaStream_t stream);
+    static void record(std::unique_ptr<StreamEvent>& event, cudaStream_t stream);
     std::vector<Open>::const_iterator find(const char* buffer) const;
     template <typename Waits>
     std::optional<Early> early(const char* buffer, const Waits& waits) const;
@@ -71,7 +65,7 @@ class Launches {
     std::vector<Open> open_;               // dispatches that are not combined
     std::vector<cudaStream_t> streams_;    // the one of the last send at the end
     bool sent_any_ = false;
-    std::unique_ptr<Event> sent_;          // the last send that is waited for
+    std::unique_ptr<StreamEvent> sent_;    // the last send that is waited for
     std::vector<Received> received_;       // that no dispatch has waited for yet; of several on a stream the last
   };
 

@@ -1,4 +1,4 @@
-// A place in a stream, which work on other streams waits for.
+// A place in a stream of the current device, which work on other streams waits for.
 #pragma once
 
 #include <cuda_runtime_api.h>

@@ -1,10 +1,11 @@
-// Rows that one warp of a thread block, a dealer, asks for, and that others, the adders, take out of shared memory together, each its part: a ring
-// of places that rows, or parts of long ones, come to. What many rows have in common, looking them up and asking for them, is done once, by
-// a warp that is ahead, for all.
+// Rows that one warp of a thread block, a dealer, looks up and asks for, and that others, the adders, take out of shared memory together, each
+// its part: a ring of places that rows, or parts of long ones, come to.
 #pragma once
 
-#include "../common/sum.cuh"
+#include "../decode/combine_send.cuh"
 #include "ring.cuh"
+#include "span_timer.cuh"
+#include "tuning.h"
 
 namespace pplx::cuda {
 
@@ -60,16 +61,15 @@ struct RingMemory {
 class RowDealer {
  public:
   __device__ RowDealer(const CombineArguments& a, std::uint32_t step, const CombineShared& s, DealtRows& ring, const RingMemory& memory)
-      : a_(a), k_(a.common), step_(step), s_(s), ring_(ring), memory_(memory.memory), part_(min(k_.row_bytes, kDealtPart)), place_(memory.places(part_)) {
-    while (1u << shift_ < k_.c.top_k) ++shift_;
-  }
+      : a_(a), k_(a.common), step_(step), s_(s), ring_(ring), memory_(memory.memory), part_(min(k_.row_bytes, kDealtPart)),
+        place_(memory.places(part_)) {}
 
  protected:
   __device__ std::uint32_t lane() const { return threadIdx.x % 32; }
-  __device__ std::uint32_t choice() const { return lane() & ((1u << shift_) - 1); }
-  __device__ std::uint32_t together() const { return 32u >> shift_; }
+  __device__ std::uint32_t choice() const { return lane() & ((1u << k_.group_shift) - 1); }
+  __device__ std::uint32_t together() const { return 32u >> k_.group_shift; }
   // The lanes of the nth that are looked up together.
-  __device__ std::uint32_t lanes_of(std::uint32_t nth) const { return (~0u >> (32 - (1u << shift_))) << (nth << shift_); }
+  __device__ std::uint32_t lanes_of(std::uint32_t nth) const { return (~0u >> (32 - (1u << k_.group_shift))) << (nth << k_.group_shift); }
 
   // kNone in place of a place that the caller's rows do not have.
   __device__ std::uint32_t checked(std::uint32_t place) const {
@@ -111,7 +111,6 @@ class RowDealer {
   char* const memory_;
   const std::uint32_t part_;  // bytes of a place
   Ring place_;
-  std::uint32_t shift_ = 0;  // a token's choices have 2^shift_ lanes
 };
 
 // The common part of adders: number `number` of them, a warp.

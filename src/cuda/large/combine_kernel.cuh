@@ -1,4 +1,4 @@
-// The common part of the kernels of a large combine: their shared memory, their beginning and their end.
+// The common part of the kernels of a large combine.
 #pragma once
 
 #include "combiner.cuh"
@@ -8,32 +8,38 @@ namespace {
 
 inline constexpr std::uint32_t kLargeCombineThreads = 32 * (kCombiners + 1);
 
-struct LargeCombineShared {
-  CombineShared combine;
+struct LargeCombineShared : CombineShared {
   CombinerTurns turns[kCombiners];
+
+  // Initialises the barriers, by all threads, before the first `__syncthreads`.
+  __device__ void prepare(std::uint32_t warp) {
+    if (warp < kCombiners && threadIdx.x % 32 == 0) turns[warp].init();
+  }
 };
 
-// Runs a large combine. prepare(warp): before the first `__syncthreads`. work(warp, step): what each warp does.
-template <typename Prepare, typename Work>
-__device__ __forceinline__ void run_combine_large(const CombineArguments& a, CombineShared& s, const Prepare& prepare, const Work& work) {
+// Runs a large combine. How::Shared: its shared memory; prepare(warp): before the first `__syncthreads`. How::work: what each warp does.
+template <typename T, typename How>
+__device__ __forceinline__ void run_combine_large(const CombineArguments& a) {
+  PPLX_LAUNCHED_SHARED(words);
+  PPLX_SHARED(typename How::Shared, s);
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
   mark_stage(k, Stage::CombineBegins);
   SpanTimer::begin();
   const std::uint32_t warp = threadIdx.x / 32;
-  prepare(warp);
+  s.prepare(warp);
   std::uint32_t step = 0;
   if (!begin_combine(a, step, 0, s)) return;
   if (a.recv) begin_to_close(k, step);
-  work(warp, step);
+  How::template work<T>(a, step, s, reinterpret_cast<char*>(words), warp);
   if (a.recv) close_set(k, step);
   mark_stage(k, Stage::CombineEnds);
   SpanTimer::end(k);
   stamp(k, Op::Combine, step, begun);
 }
 
-// Takes this block's share, and sends headers that are not sent yet, by one warp. Their words lie behind those of weights. kRemote: headers for peers of
-// other nodes are sent elsewhere.
+// Takes this block's share, and sends headers that are not sent yet, by one warp. Their words lie behind those of weights. kRemote: but for
+// remote peers.
 template <bool kRemote = false>
 __device__ inline void begin_to_send(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
   const Common& k = a.common;

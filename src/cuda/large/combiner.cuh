@@ -1,12 +1,12 @@
-// combine() of many tokens inside a node, by bulk copies. A worker sends runs of rows: the tiles of what is added up come to shared memory,
-// asked for ahead, and a tile of the sum goes to the row's source. Then it receives tokens in the same way; in a plain combine large/receive_sums.cuh
-// does, and this rank's own row of a token is summed then, and never stored. Rows for a rank with many tokens have arrival words, those of
-// a run behind one fence; rows for one with few show by themselves, as in a combine of few.
+// The worker of a general large combine, and of one in pieces, by bulk copies. It sends runs of rows: the tiles of what is added up come to
+// shared memory, asked for ahead, and a tile of the sum goes to the row's source. Then it receives tokens in the same way. Rows for a rank with
+// many tokens have arrival words, those of a run behind one fence; rows for one with few show by themselves, as in a combine of few.
 #pragma once
 
+#include "../remote/combine_extras.cuh"
+#include "../remote/pass_on_rounds.cuh"
 #include "fetch.cuh"
-#include "../plan/chunk_plan.cuh"
-#include "../rounds/combine_send.cuh"
+#include "ring.cuh"
 
 namespace pplx::cuda {
 
@@ -110,12 +110,25 @@ __device__ inline Inputs inputs_of(const CombineArguments& a, const Places& plac
   return inputs;
 }
 
-// The rows of these lanes, of which each lane has read what it makes blank: a later step of few tokens has rows there that show by themselves. By a warp.
+// Makes these lanes' rows blank, for later ones that show by themselves. By a warp, whose lanes have read what they make blank.
 __device__ inline void make_blank_again(const Common& k, char* row, std::uint32_t lanes) {
   for (; lanes != 0; lanes &= lanes - 1) {
     char* const to = of_lane(row, __ffs(static_cast<int>(lanes)) - 1);
     for (std::uint32_t at = threadIdx.x % 32 * 16; at < k.row_bytes; at += 512) make_blank(to + at);
   }
+}
+
+// A remote peer's header of a round, for which there is room. A release sends headers alone.
+[[maybe_unused]] static __device__ __noinline__ void send_header_of_round(const CombineArguments& a, std::uint32_t step, const RoundRun& run,
+                                                                          const CombineShared& s) {
+  const Common& k = a.common;
+  const PieceArguments& p = a.pieces;
+  const std::uint32_t peer = run.source, rows = s.rows_begin[peer + 1] - s.rows_begin[peer];
+  const std::uint32_t flags = flags_of(a) | (*a.received.overflowed != 0 ? kOverflowed : 0u);
+  const PieceRows of = a.release ? PieceRows{0, 0} : rows_of_kept_round(p, peer, run.round, rows);
+  if (threadIdx.x % 32 == 0)
+    write_piece_header(k, piece_for(k, step, Op::Combine, peer, run.round), step, a.release ? 0 : rows, flags, run.round, *kept_rounds(p, peer), of);
+  count_sums_of_round(k, p, step, peer, run.round, rows, kAllParts - of.rows() + (run.round == 0 ? kRoundBefore : 0));
 }
 
 // kMappedOnly: no tails, and no weights of combine's own. kPieces: in rounds, whose rows all have words.
@@ -129,20 +142,14 @@ class LargeCombiner {
   __device__ LargeCombiner(const CombineArguments& a, std::uint32_t step, CombineShared& s, char* memory, CombinerTurns& turns)
       : a_(a), k_(a.common), step_(step), s_(s), memory_(memory), turns_(turns), tiles_(memory, turns.loaded) {}
 
-  // Sends the block's own share of the runs of rows; the first warp then sends shares that no block has begun. senders: the block's first warps.
+  // Sends the block's own share of the runs of rows; the first warp then sends untaken shares. senders: the block's first warps.
   __device__ void send(std::uint32_t senders) {
     const SpanTimer all(k_, Span::SendingSums);
     if (!kMappedOnly && a_.uses_weights) send_all_weights(a_, step_, threadIdx.x / 32, senders);
     const std::uint32_t together = told_together(s_.rows_begin[k_.c.world], gridDim.x * senders);
     const RowRuns runs(k_, s_.rows_begin, k_.living - (a_.sums_own ? 1 : 0), together);
-    std::uint32_t nth = 0;
     s_.claimed.wait();
-    while (s_.mine) {
-      if (threadIdx.x % 32 == 0) nth = atomicAdd(&s_.sent, 1u);
-      nth = __shfl_sync(~0u, nth, 0);
-      if (nth * gridDim.x + blockIdx.x >= runs.all()) break;
-      send_run(runs.at(nth * gridDim.x + blockIdx.x));
-    }
+    for (std::uint32_t run; s_.mine && (run = take_next(&s_.sent) * gridDim.x + blockIdx.x) < runs.all();) send_run(runs.at(run));
     const std::uint32_t shares = min(gridDim.x, runs.all());
     for (std::uint32_t share = kNone; threadIdx.x < 32 && (share = take_another_share(k_, Op::Combine, step_, shares)) != kNone;)
       for (std::uint32_t run = share; run < runs.all(); run += gridDim.x) send_run(runs.at(run));
@@ -157,13 +164,9 @@ class LargeCombiner {
       any = any || (s_.rows_begin[k_.order[n] + 1] != s_.rows_begin[k_.order[n]] && !is_offered(a_, s_, k_.order[n]));
     if (!__any_sync(~0u, any)) return;
     const RowRuns runs(k_, s_.rows_begin, sources, told_together(s_.rows_begin[k_.c.world], gridDim.x));
-    const auto send_share = [&](std::uint32_t share) {
-      for (std::uint32_t n = share; n < runs.all(); n += gridDim.x)
-        if (const RowRun run = runs.at(n); !is_offered(a_, s_, run.source)) send_run(run);
-    };
-    if (s_.mine) send_share(blockIdx.x);
-    const std::uint32_t shares = min(gridDim.x, runs.all());
-    for (std::uint32_t share; (share = take_another_share(k_, Op::Combine, step_, shares)) != kNone;) send_share(share);
+    send_shares(k_, step_, s_.mine, runs, [](std::uint32_t n) { return n; }, [&](std::uint32_t n, std::uint32_t) {
+      if (const RowRun run = runs.at(n); !is_offered(a_, s_, run.source)) send_run(run);
+    });
     tell();
   }
 
@@ -186,9 +189,11 @@ class LargeCombiner {
     if (!kMappedOnly && a_.uses_weights && p.begins) send_all_weights(a_, step_, threadIdx.x / 32, senders);
     Rounds rounds(k_, p, step_, s_.rows_begin, Phase::CombineSend, told_together(s_.rows_begin[k_.c.world], gridDim.x * senders), 1, rows);
     bool good = rounds.open(p.begin, p.end);
-    for (RoundRun run; good && rounds.find(claim(k_, p, step_, claim_of_sums(p)), run);) {
+    // A receive half does not wait with what its send half has claimed.
+    const Claim what = p.begins ? Claim::CombineSend : Claim::CombineRest;
+    for (RoundRun run; good && rounds.find(claim(k_, p, step_, what), run);) {
       const bool header = !kMappedOnly && run.is_header;
-      if (header ? !has_header(p, run) : run.rows == 0 || a_.release) continue;
+      if (header ? run.round >= *kept_rounds(p, run.source) : run.rows == 0 || a_.release) continue;
       good = make_room(run);
       if (!good) continue;
       if (header)
@@ -205,19 +210,15 @@ class LargeCombiner {
     const std::uint32_t of_round = a_.pieces.tokens, rounds = rounds_of_own(a_.pieces, a_.own);
     for (;;) {
       const std::uint32_t token = claim(k_, a_.pieces, step_, Claim::CombineRecv), round = token / of_round;
-      if (token >= a_.own || (!a_.release && !receive_token_of_round(token, round))) return;
+      if (token >= a_.own || (!a_.release && !receive_token(token, round))) return;
       finish_unit(k_, a_.pieces, step_, Op::Combine, round, min(of_round, a_.own - round * of_round), token == round * of_round, rounds);
     }
   }
 
   __device__ void receive() {
     const SpanTimer all(k_, Span::ReceivingSums);
-    for (std::uint32_t nth = 0;;) {
-      if (threadIdx.x % 32 == 0) nth = atomicAdd(&s_.received, 1u);
-      nth = __shfl_sync(~0u, nth, 0);
-      const std::uint32_t token = nth * gridDim.x + blockIdx.x;
-      if (token >= a_.own || !receive_token(token)) return;
-    }
+    for (std::uint32_t token; (token = take_next(&s_.received) * gridDim.x + blockIdx.x) < a_.own;)
+      if (!receive_token(token)) return;
   }
 
  private:
@@ -225,14 +226,21 @@ class LargeCombiner {
 
   // ---- send ----
 
-  // Peers read what has been told of alone, so nothing is left untold while this waits for them.
+  // Waits until what a peer's round of the slot held, here and there, is of no use any more. Peers read what has been told of alone, so
+  // nothing is left untold meanwhile.
   __device__ bool make_room(const RoundRun& run) {
     const PieceArguments& p = a_.pieces;
-    if (run.round < kPlaces) return kMappedOnly || !is_remote(k_, run.source) || await_room_for_sums(k_, p, step_, run.source, run.round);
-    const bool good = threadIdx.x % 32 != 0 || has_room(k_, p, step_, Op::Combine, run.source, run.round);
-    if (!all_of_warp(good)) {
+    bool good = true;
+    if (run.round < kPlaces) {
+      if (kMappedOnly || !is_remote(k_, run.source)) return true;
+      come_late(k_, step_);
+      if (threadIdx.x % 32 == 0) good = may_write(k_, step_, Op::Combine, run.source);
+      return all_of_warp(good);
+    }
+    if (!all_of_warp(threadIdx.x % 32 != 0 || has_room(k_, p, step_, Op::Combine, run.source, run.round))) {
       tell();
-      if (!await_room_for_sums(k_, p, step_, run.source, run.round)) return false;
+      if (threadIdx.x % 32 == 0) good = await_room(k_, p, Phase::CombineSend, step_, Op::Combine, run.source, run.round);
+      if (!all_of_warp(good)) return false;
     }
     fence_copies();
     return true;
@@ -414,54 +422,37 @@ class LargeCombiner {
 
   // ---- receive ----
 
-  // Receives a token of a step in pieces: every row has a word, this rank's own as well. token: of this rank's. False: something failed.
-  __device__ bool receive_token_of_round(std::uint32_t token, std::uint32_t round) {
+  // Receives one of this rank's tokens. round: in pieces, where every row has a word, this rank's own as well. False: something failed.
+  __device__ bool receive_token(std::uint32_t token, std::uint32_t round = 0) {
     const std::uint32_t lane = threadIdx.x % 32;
     const std::uint32_t entry = lane < k_.c.top_k ? a_.plan.token_rows[std::uint64_t{token} * k_.c.top_k + lane] : kNone;
     const std::uint32_t rank = entry >> 20, n = __popc(__ballot_sync(~0u, entry != kNone));
+    const bool remote = kPieces && !kMappedOnly && entry != kNone && is_remote(k_, rank);
     char* row = nullptr;
     if (entry != kNone) {
-      const std::uint32_t nth = (entry & 0xfffffu) - a_.pieces.begin_rows[round * k_.c.world + rank];
-      row = own_slot(k_, set_of(k_.c, step_), Op::Combine, rank);
-      if (!kMappedOnly && is_remote(k_, rank))
-        row += k_.heap.piece_at(Op::Combine, round) + k_.combine.row_at(nth);
-      else
-        row += k_.combine.row_at(round % kPlaces * a_.pieces.tokens + nth);
+      std::uint32_t nth = entry & 0xfffffu;
+      if constexpr (kPieces) nth -= a_.pieces.begin_rows[round * k_.c.world + rank];
+      if (kPieces && !remote) nth += round % kPlaces * a_.pieces.tokens;
+      row = own_slot(k_, set_of(k_.c, step_), Op::Combine, rank) + (remote ? k_.heap.piece_at(Op::Combine, round) : 0) + k_.combine.row_at(nth);
     }
     {
       const SpanTimer waits(k_, Span::AwaitingSums);
       bool good = true;
-      if (!kMappedOnly && entry != kNone && is_remote(k_, rank))
+      if (remote)
         good = piece_has_come(k_, a_.pieces, Phase::CombineRecv, step_, Op::Combine, rank, round);
-      else if (entry != kNone)
+      else if (entry != kNone && kPieces)
         good = row_has_come(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank, round);
+      else if (entry != kNone)
+        good = wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank);
       if (!all_of_warp(good)) return false;
     }
     mark_stage(k_, Stage::Came);
     fence_copies();
     add_up(token, n, row);
+    if (!kPieces) make_blank_again(k_, row, __ballot_sync(~0u, entry != kNone && (entry & 0xfffffu) < k_.word_rows));
     mark_stage(k_, Stage::Added);
     if (!kMappedOnly && a_.has_tail) take_tail<false>(a_, step_, token, n, row, rank);
     return true;
-  }
-
-  // False: something failed.
-  __device__ bool receive_token(std::uint32_t token) {
-    const std::uint32_t lane = threadIdx.x % 32;
-    const std::uint32_t entry = lane < k_.c.top_k ? a_.plan.token_rows[std::uint64_t{token} * k_.c.top_k + lane] : kNone;
-    const std::uint32_t rank = entry >> 20, n = __popc(__ballot_sync(~0u, entry != kNone));
-    char* row = nullptr;
-    if (entry != kNone) row = own_slot(k_, set_of(k_.c, step_), Op::Combine, rank) + k_.combine.row_at(entry & 0xfffffu);
-    {
-      const SpanTimer waits(k_, Span::AwaitingSums);
-      if (!all_of_warp(entry == kNone || wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank))) return false;
-    }
-    mark_stage(k_, Stage::Came);
-    fence_copies();
-    add_up(token, n, row);
-    make_blank_again(k_, row, __ballot_sync(~0u, entry != kNone && (entry & 0xfffffu) < k_.word_rows));
-    mark_stage(k_, Stage::Added);
-    return !a_.has_tail || read_tail<false>(a_, step_, token, n, row, rank);
   }
 
   // Adds a token's n rows, which the first n lanes have.

@@ -1,7 +1,6 @@
-// The send half of a plain large combine whose rows are only copied: warps with roles, and a ring in shared memory between them. The
-// loader looks rows up, a run of them at a time, and asks for them far ahead; the storer copies each to its source, as fast as the
-// link takes them; the teller raises the arrival words of a run once its rows are there, behind one fence. So neither lookups nor fences stand
-// between two stores. None of these warps waits for a peer.
+// The send half of a plain large combine whose rows are only copied. The loader looks rows up, a run at a time, and asks for them far ahead;
+// the storer copies each to its source; the teller raises the arrival words of a run once its rows are there. So neither lookups nor fences
+// stand between two stores. None of these warps waits for a peer.
 #pragma once
 
 #include "combiner.cuh"
@@ -53,9 +52,8 @@ class CopyLoader {
     const SpanTimer all(k_, Span::SendingSums);
     const RowRuns runs(k_, s_.rows_begin, k_.living - (a_.sums_own ? 1 : 0), told_together(s_.rows_begin[k_.c.world], gridDim.x));
     s_.claimed.wait();
-    if (s_.mine) load_share(runs, blockIdx.x);
-    const std::uint32_t shares = min(gridDim.x, runs.all());
-    for (std::uint32_t share; (share = take_another_share(k_, Op::Combine, step_, shares)) != kNone;) load_share(runs, share);
+    send_shares(k_, step_, s_.mine, runs, [&](std::uint32_t n) { return look_up(runs, n); },
+                [&](std::uint32_t n, std::uint32_t place) { load_run(runs.at(n), place); });
     others_.tell();
     if (threadIdx.x % 32 != 0) return;
     await_place();
@@ -69,15 +67,6 @@ class CopyLoader {
     if (n >= runs.all()) return 0;
     const RowRun run = runs.at(n);
     return threadIdx.x % 32 < run.rows ? a_.received.out_row[s_.rows_begin[run.source] + run.first + threadIdx.x % 32] : 0;
-  }
-
-  __device__ void load_share(const RowRuns& runs, std::uint32_t share) {
-    std::uint32_t next = look_up(runs, share);
-    for (std::uint32_t n = share; n < runs.all(); n += gridDim.x) {
-      const std::uint32_t place = next;
-      next = look_up(runs, n + gridDim.x);
-      load_run(runs.at(n), place);
-    }
   }
 
   __device__ void load_run(const RowRun& run, std::uint32_t place) {
@@ -170,24 +159,13 @@ class CopyStorer {
   static_assert(kMostUnderWay <= kCopiedRuns, "a run's place is told of before it is wanted again");
 
   // Each part is a group of stores. Returns how many are where they belong.
+  template <std::uint32_t kBut = kMostUnderWay - 1>
   __device__ std::uint32_t await_all_but(std::uint32_t most) const {
-    const std::uint32_t but = most >= 7 ? 7 : most >= 5 ? 5 : most >= 3 ? 3 : most;
-    if (threadIdx.x % 32 == 0) {
-      if (but == 7)
-        bulk_await_stored<7>();
-      else if (but == 5)
-        bulk_await_stored<5>();
-      else if (but == 3)
-        bulk_await_stored<3>();
-      else if (but == 2)
-        bulk_await_stored<2>();
-      else if (but == 1)
-        bulk_await_stored<1>();
-      else
-        bulk_await_stored<0>();
-    }
+    if constexpr (kBut != 0)
+      if (most < kBut) return await_all_but<kBut - 1>(most);
+    if (threadIdx.x % 32 == 0) bulk_await_stored<kBut>();
     __syncwarp();
-    return sent_ - min(but, sent_);
+    return sent_ - min(kBut, sent_);
   }
 
   // The run ends with the part that was stored last.

@@ -2,7 +2,6 @@
 #include "receive.cuh"
 #include "../extras/hooks.cuh"
 #include "../host/launch_table.h"
-#include "dispatch_kernel.cuh"
 #include "../plan/rank_plan.cuh"
 #include "store.cuh"
 #include "route.cuh"
@@ -33,7 +32,67 @@ __device__ inline void count_chunks(const DispatchArguments& a, LargePlan& s, st
   }
   if (s.first_chunk >= a.chunks) return;
   const SpanTimer spends(a.common, Span::Summing);
-  sum_chunks_before(a, s.step, 0, s.first_chunk, sums, memory);
+  // A worker's chunks lie together, so that it looks at few lines.
+  const std::uint32_t worker = threadIdx.x / 32;
+  sum_chunks(a, s.step, s.first_chunk * worker / kWorkers, s.first_chunk * (worker + 1) / kWorkers, sums, memory);
+}
+
+// Plans chunks: a planner whose block has summed what comes before its first chunk, which it has loaded. memory: counting_bytes() of its own.
+__device__ inline void plan_chunks(const DispatchArguments& a, LargePlan& s, LoadedChunk& loaded, std::uint32_t* sums, char* memory) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32, step = s.step;
+  const bool given = a.ids == nullptr, numbers = numbers_rows(a);
+  std::uint32_t* const rows = sums + k.c.num_experts;
+  Stretch stretch(a, s.first_stretch);
+  std::uint32_t number = next_chunk(a, stretch), counted = number;
+  if (s.first_stretch == 0) {
+    if (lane == 0) {
+      *a.received.step = step;  // the step's other phases read it there
+      take_set(k, step);
+    }
+    if (given) send_all_counts(a, step);
+    if (numbers) publish_row_counts(k, step, rows);
+    __syncwarp();
+    if (numbers && lane < k.c.world) rows[lane] = 0;
+    __syncwarp();
+  }
+  for (std::uint32_t n = 0;; ++n) {
+    const bool ends = number >= a.chunks;
+    const ChunkChoices chunk(a, number);
+    const std::uint32_t next = ends ? number : next_chunk(a, stretch);
+    if (n == 0 && !ends && lane == 0) tell_bounds(a, s, 1, next);
+    if (!ends && counted != number) {  // none, within a stretch
+      if (numbers)
+        count_rows_of_ranks<2>(a, counted * a.tokens_per_chunk, number * a.tokens_per_chunk, 0, 1, rows);
+      else if (!given)
+        sum_chunks(a, step, counted, number, sums, memory);
+    }
+    __syncwarp();
+    if (n >= 2) {
+      const SpanTimer waits(k, Span::AwaitingPlaceOut);
+      await_turn(s.used + n % 2, n / 2 - 1);
+    }
+    if (n >= 2 && lane == 0) tell_bounds(a, s, n, number);
+    PlannedChunk& planned = s.chunks[n % 2];
+    if (!ends && given) copy_chunk(a, number, &planned);
+    if (!ends && !given) {
+      const SpanTimer spends(k, Span::PlacingChunks);
+      std::int32_t* const ids = ChunkMarks(k, memory).ids;
+      loaded.keep(a, chunk, ids, planned);
+      if (next < a.chunks) loaded.load(a, ChunkChoices(a, next));
+      __syncwarp();
+      if (numbers)
+        number_choices(k, chunk, ids, rows, &planned);
+      else
+        place_choices(k, chunk, memory, sums, &planned);
+    }
+    __syncwarp();
+    if (lane == 0) mbarrier_arrive(s.planned + n % 2);
+    if (numbers ? ends : n == 0 && !given) count_all(a, step, memory);
+    if (ends) return;
+    counted = number + 1;
+    number = next;
+  }
 }
 
 // Warps with roles, most of them workers; behind the other kernels' warps the teller. A warp that has nothing to send, or no more, receives.
@@ -54,15 +113,10 @@ struct DispatchShared {
   SendRings rings;
 };
 
-struct DispatchMemory {
-  std::uint32_t counts, places, rings, placer, bytes;  // where each begins; sums come first
+struct DispatchMemory : LargeMemory {
+  std::uint32_t rings, placer, bytes;
 
-  constexpr explicit DispatchMemory(const Config& c)
-      : counts(LargeMemory(c).counts),
-        places(LargeMemory(c).places),
-        rings(LargeMemory(c).others),
-        placer(rings + kRingBytes),
-        bytes(placer + counting_bytes(c)) {}
+  constexpr explicit DispatchMemory(const Config& c) : LargeMemory(c), rings(others), placer(rings + kRingBytes), bytes(placer + counting_bytes(c)) {}
 };
 
 // Until there is nothing more to send, or nothing may be sent.
@@ -79,10 +133,7 @@ __device__ inline void send_large(const DispatchArguments& a, DispatchShared& s,
     if (a.ids != nullptr) loaded.load(a, ChunkChoices(a, s.plan.first_chunk));
     barrier_sync<kAmongPlanners, kPlanners>();
     const SpanTimer plans(k, Span::Planning);
-    if (numbers_rows(a))
-      number_chunks(a, s.plan, loaded, sums, launched + at.counts);
-    else
-      plan_chunks(a, s.plan, loaded, sums, launched + at.counts);
+    plan_chunks(a, s.plan, loaded, sums, launched + at.counts);
   } else if (is_worker()) {
     TokenLoader<Mode> loader(a, s.plan, s.rings, in);
     // Tokens come while chunks are counted, where there is room for both.
@@ -107,10 +158,10 @@ __device__ inline void send_large(const DispatchArguments& a, DispatchShared& s,
       s.rows_at[threadIdx.x] = block_for(k, set_of(k.c, s.plan.step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
     fence_shared_copies();  // where chunks were counted, tokens come
     barrier_sync<kAmongPlanners, kPlanners>();
-    if constexpr (SendShape<Mode>::kQuantises)
+    if constexpr (kQuantises<Mode>)
       if (warp < kQuantisers) quantise_tokens<Mode>(k, s.rings, in, out, warp);
     if (warp == kLoader) loader.load();
-    if (is_storer(warp)) RowStorer<Mode>(a, s.rings, SendShape<Mode>::kQuantises ? out : in, warp - kFirstStorer).store();
+    if (is_storer(warp)) RowStorer<Mode>(a, s.rings, kQuantises<Mode> ? out : in, warp - kFirstStorer).store();
     if (warp == kDealer) TokenDealer<kHooks>(a, s.plan, s.receive, experts, s.rows_at, s.rings).deal();
   } else if (warp == kTeller) {
     s.plan.claimed.wait();
@@ -122,9 +173,6 @@ __device__ inline void send_large(const DispatchArguments& a, DispatchShared& s,
   if (warp == kTeller) s.sent.set();
 }
 
-// True if some thread blocks send, and the others receive from the start.
-__device__ inline bool is_apart(const DispatchArguments& a) { return a.send && a.recv && a.stretches < gridDim.x; }
-
 template <bool kHooks>
 __device__ inline void receive_large(const DispatchArguments& a, std::uint32_t step, DispatchShared& s, const Experts& experts) {
   const std::uint32_t warp = threadIdx.x / 32;
@@ -135,12 +183,17 @@ __device__ inline void receive_large(const DispatchArguments& a, std::uint32_t s
   }
   if (warp == kPlacer) place_rows<true, kHooks>(a, step, s.receive, experts);
   if (a.send) s.plan.claimed.wait();
-  if (is_apart(a) && s.plan.first_chunk < a.chunks) s.sent.wait();
+  if (a.send && a.stretches < gridDim.x && s.plan.first_chunk < a.chunks) s.sent.wait();  // other blocks receive from the start
   carrier.receive(!kHooks && a.send && s.plan.taken ? &s.rings.kept : nullptr);
 }
 
+}  // namespace
+
+namespace large {
+namespace {
+
 template <typename Mode, bool kHooks>
-__device__ __forceinline__ void run_dispatch_large(const DispatchArguments& a) {
+__global__ void __launch_bounds__(kLargeThreads, 1) dispatch(const __grid_constant__ DispatchArguments a) {
   PPLX_LAUNCHED_SHARED(words);
   PPLX_SHARED(DispatchShared, s);
   const Common& k = a.common;
@@ -177,16 +230,6 @@ __device__ __forceinline__ void run_dispatch_large(const DispatchArguments& a) {
   mark_stage(k, Stage::DispatchEnds);
   SpanTimer::end(k);
   stamp(k, Op::Dispatch, step, begun);
-}
-
-}  // namespace
-
-namespace large {
-namespace {
-
-template <typename Mode, bool kHooks>
-__global__ void __launch_bounds__(kLargeThreads, 1) dispatch(const __grid_constant__ DispatchArguments a) {
-  run_dispatch_large<Mode, kHooks>(a);
 }
 
 }  // namespace

@@ -1,7 +1,7 @@
-// A large combine whose experts wrote into one of the heap's buffers (Config::lent). A rank offers each peer the place of its first row there, and
-// stores none: the receiver of a token fetches its rows. Rows of a source that has few, and of one of whose rows some have no place, are stored.
+// A large combine whose experts wrote into one of the heap's buffers (Config::lent): receivers fetch the rows that they are offered. Rows of a
+// source that has few, and of one of whose rows some have no place, are stored.
 //
-// Fetches are not acknowledged. A buffer is lent to a dispatch that is at least `in_flight` later (pplx_comm/device/lent.py), and written behind that one's
+// Fetches are not acknowledged. A buffer is lent again to a dispatch at least `in_flight` later (pplx_comm/device/lent.py), and written behind its
 // receive half. All peers have sent theirs by then, so they have closed the step in which they fetched from it.
 #pragma once
 

@@ -1,10 +1,7 @@
 // The send half of a large dispatch inside a node: warps with roles, and rings in shared memory between them. The loader asks for tokens far
-// ahead, by bulk copies; quantisers, where there is anything to quantise, make rows of them, a team each of them together; the dealer
-// (large/route.cuh) looks tokens up, some at a time, a choice in each lane, and says where their rows go; storers (large/store.cuh) take them
-// there, by ordinary stores of all lanes, which wait for nothing; the teller, and at last storers, raise the arrival words of all that has been
-// stored, behind one fence. The dealer is only far enough ahead to saturate the link. So the fence, the lookups and the way of tokens through
-// memory delay no other warp, and the first rows are there before anything is planned. Where this launch receives, rows of
-// this rank go to their places as soon as these are known; before, they go the way of all others.
+// ahead; quantisers, where there is anything to quantise, make rows of them, a team each of them together; the dealer (large/route.cuh) looks
+// tokens up and says where their rows go; storers (large/store.cuh) take them there, by ordinary stores of all lanes; the teller, and at last
+// storers, raise the arrival words of all that has been stored, behind one fence. The dealer is only far enough ahead to saturate the link.
 //
 // None of them waits for a peer, but the dealer where it may keep no more own rows: for the counts, which wait for no row.
 #pragma once
@@ -48,7 +45,6 @@ struct SendRings {
 template <typename Mode>
 struct SendShape {
   using Quantiser = TileQuantiser<kElementBytes<Mode>, kQuantiserBytes>;
-  static constexpr bool kQuantises = true;
   static constexpr std::uint32_t kPass = Quantiser::kPassElements, kOfPart = kOfTeam * Quantiser::kPasses * kPass;  // elements
 
   __device__ explicit SendShape(const Common& k)
@@ -70,25 +66,25 @@ struct SendShape {
   const std::uint32_t part_bytes, row_bytes;  // the most that a place has
   const std::uint32_t room_out;
   const std::uint32_t teams, storers;  // that there is room for
-  // Each of a ring's places has the same team, and the same storer, in every turn: a warp that has not seen one turn of a place would take it for the
-  // next one.
+  // Each place has the same team, and the same storer, in every turn: a warp that has not seen one turn would take it for the next one.
   const std::uint32_t places_out, places_in;
   const std::uint32_t early;  // places that are free while chunks are counted
 };
 // Rows are tokens as they are, and stay where they came to.
 template <>
 struct SendShape<AsIs> {
-  static constexpr bool kQuantises = false;
   static constexpr std::uint32_t storers = kStorers;
 
   __device__ explicit SendShape(const Common& k)
       : parts((k.payload_bytes + kPartInBytes - 1) / kPartInBytes),
         part_bytes(min(k.payload_bytes, kPartInBytes)),
         places_in(min(kRingBytes / part_bytes, kMostTokensIn) / storers * storers),
-        early(min(kTokensInBytes / part_bytes, places_in)) {}
+        early(min(kTokensInBytes / part_bytes, places_in)),
+        row_bytes(part_bytes),
+        places_out(places_in) {}
   __device__ std::uint32_t bytes(const Common& k, std::uint32_t part) const { return min(k.payload_bytes - part * part_bytes, part_bytes); }
 
-  const std::uint32_t parts, part_bytes, places_in, early;
+  const std::uint32_t parts, part_bytes, places_in, early, row_bytes, places_out;
 };
 static_assert(kTokensIn >= kTeams && kMostTokensIn >= kTeams && kRowsOut >= kTeams * kStorers && kRingBytes >= kStorers * kPartInBytes);
 // While a row leaves, another is made.
@@ -101,9 +97,9 @@ __device__ inline void init_rings(const Common& k, SendRings& s) {
   const SendShape<Mode> shape(k);
   if (lane < kMostTokensIn) {
     mbarrier_init(s.loaded + lane, 1);
-    mbarrier_init(s.used + lane, shape.kQuantises ? kOfTeam : 1);
+    mbarrier_init(s.used + lane, kQuantises<Mode> ? kOfTeam : 1);
   }
-  if (shape.kQuantises && lane < kMostRowsOut) {
+  if (kQuantises<Mode> && lane < kMostRowsOut) {
     mbarrier_init(s.quantised + lane, kOfTeam * shape.parts);
     mbarrier_init(s.stored + lane, 1);
   }
@@ -140,7 +136,7 @@ class TokenLoader {
     if (chunk_ == 0) begin_chunk();
     for (; tokens_ != 0; begin_chunk())
       while (token_ < tokens_) ask();
-    if constexpr (SendShape<Mode>::kQuantises) {
+    if constexpr (kQuantises<Mode>) {
       if (threadIdx.x % 32 == 0) rings_.parts = asked_;
       for (std::uint32_t team = 0; team < shape_.teams; ++team) {
         place_.await_free(rings_.used);

@@ -147,5 +147,7 @@ template <typename Mode>
 inline constexpr std::uint32_t kElementBytes = 0;
 template <std::uint32_t kBytes>
 inline constexpr std::uint32_t kElementBytes<Quantised<kBytes>> = kBytes;
+template <typename Mode>
+inline constexpr bool kQuantises = kElementBytes<Mode> != 0;
 
 }  // namespace pplx::cuda

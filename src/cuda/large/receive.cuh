@@ -1,10 +1,11 @@
-// The receivers of a dispatch of many tokens inside a node. A warp takes a run of rows of one source, and carries each through registers, by
-// ordinary loads and stores: bulk copies are one queue of their multiprocessor, in which a store that the link does not take stands before all loads. Rows
-// of a source that has few are received as by a dispatch of few tokens.
+// The receivers of a dispatch of many tokens inside a node. A warp carries each row of a run through registers: bulk copies are one queue of their
+// multiprocessor, in which a store that the link does not take stands before all loads. Rows of a source that has few are received as by a
+// dispatch of few tokens.
 #pragma once
 
 #include "../decode/dispatch_recv.cuh"
 #include "../plan/runs.cuh"
+#include "ring.cuh"
 #include "span_timer.cuh"
 #include "tuning.h"
 
@@ -50,9 +51,7 @@ class RowCarrier {
     const SpanTimer all(k_, Span::Receiving);
     const std::uint32_t padding = k_.c.zero_pad && k_.c.layout == LayoutKind::Ragged ? k_.experts : 0;
     for (;;) {
-      std::uint32_t unit = 0;
-      if (threadIdx.x % 32 == 0) unit = a_.send ? atomicAdd(a_.chunk_counts.received, 1u) : atomicAdd(&s_.next, 1u) * gridDim.x + blockIdx.x;
-      unit = __shfl_sync(~0u, unit, 0);
+      const std::uint32_t unit = a_.send ? take_next(a_.chunk_counts.received) : take_next(&s_.next) * gridDim.x + blockIdx.x;
       const RunCounts counts = runs_.counts;
       if (unit >= counts.all && unit < counts.all + padding) {
         s_.placed.wait();
@@ -84,9 +83,7 @@ class RowCarrier {
 
   __device__ bool find_kept(KeptRows& kept, RowRun& run) const {
     kept.known.wait();
-    std::uint32_t nth = 0;
-    if (threadIdx.x % 32 == 0) nth = atomicAdd(&kept.next, 1u);
-    nth = __shfl_sync(~0u, nth, 0);
+    const std::uint32_t nth = take_next(&kept.next);
     if (nth >= kept.rows) return false;
     run = {k_.c.rank, kept.row[nth], 1};
     return true;

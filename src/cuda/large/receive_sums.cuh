@@ -1,7 +1,6 @@
 // The receive half of a plain combine of many tokens. The dealer looks tokens up, some at a time, waits for their rows, and asks for row after
 // row of what is to be added up: of a token's part first this rank's own ones, whose sum a peer would have rounded, then what peers have
-// sent, ranks ascending. A sum of few rows is few instructions, so what a token costs is the looking up and the asking, and what that waits
-// for.
+// sent, ranks ascending.
 #pragma once
 
 #include "adders.cuh"
@@ -51,15 +50,11 @@ class SumDealer : RowDealer {
   };
 
   // The next tokens that are looked up together.
-  __device__ std::uint32_t take() {
-    std::uint32_t first = 0;
-    if (lane() == 0) first = atomicAdd(&next_, together());
-    return __shfl_sync(~0u, first, 0);
-  }
+  __device__ std::uint32_t take() { return take_next(&next_, together()); }
   __device__ std::uint32_t token(std::uint32_t nth) const { return nth * gridDim.x + blockIdx.x; }
 
   __device__ std::uint32_t load_entry(std::uint32_t first) const {
-    const std::uint32_t of = token(first + (lane() >> shift_));
+    const std::uint32_t of = token(first + (lane() >> k_.group_shift));
     return choice() < k_.c.top_k && of < a_.own ? a_.plan.token_rows[std::uint64_t{of} * k_.c.top_k + choice()] : kNone;
   }
 
@@ -67,7 +62,7 @@ class SumDealer : RowDealer {
 
   __device__ Looked look_up(std::uint32_t entry) const {
     const bool compact = k_.c.layout == LayoutKind::Compact;
-    const std::uint32_t own = __ballot_sync(~0u, is_own(entry)) & lanes_of(lane() >> shift_);
+    const std::uint32_t own = __ballot_sync(~0u, is_own(entry)) & lanes_of(lane() >> k_.group_shift);
     const std::uint32_t number = __shfl_sync(~0u, entry, own == 0 ? 0 : __ffs(static_cast<int>(own)) - 1) & 0xfffffu;
     Looked looked;
     looked.entry = entry;

@@ -1,9 +1,34 @@
-// A ring of places in shared memory, each with an mbarrier for its producer and one for its consumers.
+// How warps share work: counts that they claim from, and rings of places in shared memory, each with an mbarrier for its producer and
+// one for its consumers.
 #pragma once
 
-#include "../plan/chunk_plan.cuh"
+#include "../common/wait.cuh"
 
 namespace pplx::cuda {
+
+// Claims the next `n` of what a count deals out, for a warp. Returns the first.
+__device__ inline std::uint32_t take_next(std::uint32_t* count, std::uint32_t n = 1) {
+  std::uint32_t first = 0;
+  if (threadIdx.x % 32 == 0) first = atomicAdd(count, n);
+  return __shfl_sync(~0u, first, 0);
+}
+
+// Counts `more` that the lanes of a warp have done. Returns the count before.
+__device__ inline std::uint32_t count_of_warp(std::uint32_t* count, std::uint32_t more) {
+  __syncwarp();
+  std::uint32_t before = 0;
+  if (threadIdx.x % 32 == 0) before = count_in_order(count, more);
+  before = __shfl_sync(~0u, before, 0);
+  __syncwarp();
+  return before;
+}
+
+// Waits for the nth turn. A lane that looks only after the next one is over waits for ever, so no lane of a warp may fill a place
+// again that another one still waits for: the one that fills it waits alone, or the lanes meet.
+__device__ inline void await_turn(std::uint64_t* turns, std::uint32_t nth) {
+  while (!phase_wait(turns, nth & 1)) {
+  }
+}
 
 // The place that a warp is at. Each warp goes through the ring by itself.
 class Ring {

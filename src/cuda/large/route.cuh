@@ -15,8 +15,7 @@ class TokenDealer {
   __device__ TokenDealer(const DispatchArguments& a, LargePlan& plan, ReceiveShared& receive, const Experts& experts, char* const* rows_at,
                        SendRings& rings)
       : a_(a), k_(a.common), plan_(plan), receive_(receive), experts_(experts), rows_at_(rows_at), rings_(rings) {
-    while (1u << shift_ < k_.c.top_k) ++shift_;
-    together_ = min(32u >> shift_, kTokensTogether);
+    together_ = min(32u >> k_.group_shift, kTokensTogether);
     if (k_.living == 1) return;
     const std::uint64_t token_bytes = std::uint64_t{min(k_.c.top_k, k_.living - 1)} * k_.dispatch.row_bytes;
     const std::uint32_t most = tokens_on_their_way(min(a.stretches, gridDim.x), token_bytes);
@@ -51,10 +50,10 @@ class TokenDealer {
   };
 
   __device__ std::uint32_t lane() const { return threadIdx.x % 32; }
-  __device__ std::uint32_t choice() const { return lane() & ((1u << shift_) - 1); }
-  __device__ std::uint32_t nth() const { return lane() >> shift_; }
+  __device__ std::uint32_t choice() const { return lane() & ((1u << k_.group_shift) - 1); }
+  __device__ std::uint32_t nth() const { return lane() >> k_.group_shift; }
   // All of this lane's token, in the lowest bits.
-  __device__ std::uint32_t of_token(std::uint32_t lanes) const { return lanes >> (nth() << shift_) & (~0u >> (32 - (1u << shift_))); }
+  __device__ std::uint32_t of_token(std::uint32_t lanes) const { return lanes >> (nth() << k_.group_shift) & (~0u >> (32 - (1u << k_.group_shift))); }
 
   // Tokens [at, at + tokens) of the chunk that begins with token `first` of this rank's.
   __device__ void deal_tokens(const PlannedChunk& chunk, std::uint32_t first, std::uint32_t at, std::uint32_t tokens) {
@@ -115,7 +114,7 @@ class TokenDealer {
   // This lane's choice of its token's own row, if there is one. owners: the token's lane that has its number.
   __device__ bool find_own(const Choice& c, std::uint32_t own, std::uint32_t owners, ArrivedRow& r) const {
     const std::uint32_t owner = owners == 0 ? 0 : __ffs(static_cast<int>(owners)) - 1;
-    const std::uint32_t number = __shfl_sync(~0u, c.entry, static_cast<int>((nth() << shift_) + owner));
+    const std::uint32_t number = __shfl_sync(~0u, c.entry, static_cast<int>((nth() << k_.group_shift) + owner));
     if (!receive_.good || !await_places(k_, receive_)) return false;
     const bool here = owners != 0 && c.of.id >= 0 && c.of.rank == k_.c.rank;
     r.source = k_.c.rank;
@@ -132,7 +131,7 @@ class TokenDealer {
   __device__ void write_routes(const Choice& c, std::uint32_t own, bool there) const {
     const SpanTimer routes(k_, Span::WritingRoutes);
     for (std::uint32_t i = 0; __any_sync(~0u, c.entry != kNone && choice() >= i); ++i) {
-      const int of = static_cast<int>((nth() << shift_) + i);
+      const int of = static_cast<int>((nth() << k_.group_shift) + i);
       char* const row = of_lane(c.row, of);
       const std::uint32_t rank = __shfl_sync(~0u, c.entry, of) >> 20;
       if (!there || row == nullptr) continue;
@@ -176,7 +175,7 @@ class TokenDealer {
   const Experts& experts_;
   char* const* const rows_at_;  // where this rank's rows begin at each peer
   SendRings& rings_;
-  std::uint32_t shift_ = 0, together_ = 1;  // tokens
+  std::uint32_t together_ = 1;  // tokens
   std::uint32_t dealt_ = 0, under_way_ = kBatches;  // batches; `under_way_`: the most that peers have not been told of
   std::uint32_t kept_ = 0;  // own rows
   bool places_known_ = false;

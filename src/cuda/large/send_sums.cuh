@@ -1,7 +1,6 @@
-// The send half of a plain large combine whose rows are sums of several rows of experts. The dealer looks up the rows of a run, and asks
-// for row after row of what is to be added up; the adders leave a part of the sum in shared memory, from where a bulk copy takes it to the
-// row's source; the teller begins that copy, and raises the words of a run's rows once they have arrived, behind one fence. None of these warps
-// waits for a peer, so a thread block sends all that no other block sends, whatever its other half waits for.
+// The send half of a plain large combine whose rows are sums. The dealer asks for row after row of what is to be added up; the adders leave a
+// part of the sum in shared memory; the teller begins its copy to the row's source, and raises the words of a run's rows once they have
+// arrived. None of these warps waits for a peer.
 #pragma once
 
 #include "../decode/combine_send.cuh"
@@ -40,9 +39,8 @@ class SendDealer : RowDealer {
     const SpanTimer all(k_, Span::SendingSums);
     const std::uint32_t most = min(told_together(s_.rows_begin[k_.c.world], gridDim.x), together());
     const RowRuns runs(k_, s_.rows_begin, k_.living - (a_.sums_own ? 1 : 0), most);
-    if (s_.mine) deal_share(runs, blockIdx.x);
-    const std::uint32_t shares = min(gridDim.x, runs.all());
-    for (std::uint32_t share; (share = take_another_share(k_, Op::Combine, step_, shares)) != kNone;) deal_share(runs, share);
+    send_shares(k_, step_, s_.mine, runs, [&](std::uint32_t n) { return look_up(runs, n); },
+                [&](std::uint32_t, const Looked& looked) { deal_run(looked); });
     tell(0, kNoMore);
   }
 
@@ -58,22 +56,13 @@ class SendDealer : RowDealer {
   __device__ Looked look_up(const RowRuns& runs, std::uint32_t n) const {
     Looked looked;
     looked.run = n < runs.all() ? runs.at(n) : RowRun{0, 0, 0};
-    const std::uint32_t nth = lane() >> shift_;
+    const std::uint32_t nth = lane() >> k_.group_shift;
     if (nth >= looked.run.rows || choice() >= k_.c.top_k) return looked;
     const std::uint32_t row = s_.rows_begin[looked.run.source] + looked.run.first + nth;
     looked.choices = a_.received.choices[row];
     looked.place = a_.received.out_row[std::uint64_t{row} * k_.c.top_k + choice()];
     if (a_.weighted) looked.weight = a_.received.weight[std::uint64_t{row} * k_.c.top_k + choice()];
     return looked;
-  }
-
-  __device__ void deal_share(const RowRuns& runs, std::uint32_t share) {
-    Looked next = look_up(runs, share);
-    for (std::uint32_t run = share; run < runs.all(); run += gridDim.x) {
-      const Looked now = next;
-      next = look_up(runs, run + gridDim.x);
-      deal_run(now);
-    }
   }
 
   __device__ void deal_run(const Looked& looked) {

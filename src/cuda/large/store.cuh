@@ -16,9 +16,7 @@ class RowStorer {
  public:
   // ring: of rows, or of tokens.
   __device__ RowStorer(const DispatchArguments& a, SendRings& rings, const char* ring, std::uint32_t number)
-      : a_(a), k_(a.common), rings_(rings), ring_(ring), number_(number), shape_(k_), place_(places(shape_)) {
-    while (1u << shift_ < k_.c.top_k) ++shift_;
-  }
+      : a_(a), k_(a.common), rings_(rings), ring_(ring), number_(number), shape_(k_), place_(shape_.places_out) {}
 
   __device__ void store() {
     const SpanTimer all(k_, Span::Sending);
@@ -31,7 +29,7 @@ class RowStorer {
       const Batch& batch = rings_.batches[at.at];
       const std::uint32_t tokens = batch.tokens;
       for (std::uint32_t i = 0; i < tokens; ++i)
-        if constexpr (Shape::kQuantises)
+        if constexpr (kQuantises<Mode>)
           store_next(batch, i, 0, shape_.row_bytes);
         else
           for (std::uint32_t part = 0; part < shape_.parts; ++part) store_next(batch, i, part * shape_.part_bytes, shape_.bytes(k_, part));
@@ -44,20 +42,8 @@ class RowStorer {
  private:
   static constexpr std::uint32_t kVectors = 8;  // sixteen bytes each, of a lane: a row of 7168 codes and their scales takes two passes
 
-  __device__ static std::uint32_t places(const Shape& shape) {
-    if constexpr (Shape::kQuantises)
-      return shape.places_out;
-    else
-      return shape.places_in;
-  }
-  __device__ std::uint32_t place_bytes() const {
-    if constexpr (Shape::kQuantises)
-      return shape_.row_bytes;
-    else
-      return shape_.part_bytes;
-  }
-  __device__ std::uint64_t* filled() const { return (Shape::kQuantises ? rings_.quantised : rings_.loaded) + place_.at; }
-  __device__ std::uint64_t* emptied() const { return (Shape::kQuantises ? rings_.stored : rings_.used) + place_.at; }
+  __device__ std::uint64_t* filled() const { return (kQuantises<Mode> ? rings_.quantised : rings_.loaded) + place_.at; }
+  __device__ std::uint64_t* emptied() const { return (kQuantises<Mode> ? rings_.stored : rings_.used) + place_.at; }
 
   // The next place, if it is this storer's: `bytes` of the batch's nth token's row, from `first` on.
   __device__ void store_next(const Batch& batch, std::uint32_t nth, std::uint32_t first, std::uint32_t bytes) {
@@ -68,10 +54,10 @@ class RowStorer {
   __device__ void store_place(const Batch& batch, std::uint32_t nth, std::uint32_t first, std::uint32_t bytes) const {
     const std::uint32_t lane = threadIdx.x % 32;
     SentRow sent;
-    if (lane >> shift_ == 0) sent = batch.rows[(nth << shift_) + lane];
+    if (lane >> k_.group_shift == 0) sent = batch.rows[(nth << k_.group_shift) + lane];
     const std::uint32_t rows = __ballot_sync(~0u, sent.row != nullptr), copies = __ballot_sync(~0u, sent.place != nullptr);
-    const char* const from = ring_ + place_.at * place_bytes();
-    if constexpr (!Shape::kQuantises)
+    const char* const from = ring_ + place_.at * shape_.row_bytes;
+    if constexpr (!kQuantises<Mode>)
       if (a_.scales != nullptr && first == 0) store_given_scales(sent, rows, copies, batch.first + nth);
     {
       const SpanTimer waits(k_, Span::AwaitingTile);
@@ -89,9 +75,9 @@ class RowStorer {
       for (std::uint32_t j = 0; j < kVectors; ++j)
         if (at + 512 * j < bytes) v[j] = *reinterpret_cast<const uint4*>(from + at + 512 * j);
       store_part(sent.row, rows, at, bytes, v);
-      store_part(sent.place, copies, at, Shape::kQuantises ? k_.payload_bytes : bytes, v);
+      store_part(sent.place, copies, at, kQuantises<Mode> ? k_.payload_bytes : bytes, v);
     }
-    if constexpr (Shape::kQuantises)
+    if constexpr (kQuantises<Mode>)
       for (std::uint32_t nth_piece = lane; copies != 0 && nth_piece - lane < k_.scale_pieces; nth_piece += 32) {
         uint4 piece = make_uint4(0, 0, 0, 0);
         if (nth_piece < k_.scale_pieces) piece = *reinterpret_cast<const uint4*>(from + k_.dispatch.scales_at + 16 * nth_piece);
@@ -140,11 +126,10 @@ class RowStorer {
   const std::uint32_t number_;
   const Shape shape_;
   Ring place_;
-  std::uint32_t shift_ = 0;
 };
 
-// Raises the words of all rows that are there, behind one fence: the stores that other warps have told of are visible to this one. By the teller, and by
-// storers that have nothing more to store: a fence takes as long as the link needs for all that stands before it, and the last one would begin behind another.
+// Raises the words of all rows that are there, behind one fence. By the teller, and by storers that have nothing more to store: the last fence
+// need not begin behind another.
 __device__ inline void tell_of_rows(const Common& k, std::uint32_t step, SendRings& rings) {
   const std::uint32_t lane = threadIdx.x % 32;
   for (;;) {

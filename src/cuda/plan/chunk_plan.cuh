@@ -2,10 +2,9 @@
 // so thread blocks share the work. One warp counts a chunk's choices by expert, and its rows by rank, for all blocks. The counts
 // before a chunk are a sum over chunks.
 //
-// A warp waits only for chunks that a running warp counts: it counts one itself that no warp has begun. So does every planner once
-// its first chunk is planned, for peers want to hear of all. Planners, a warp of each thread block, claim stretches of chunks, one
-// for each thread block that is to send: behind the first chunk of a stretch, the counts before are known. A thread block that
-// begins late finds its stretch taken, and only receives.
+// A warp waits only for chunks that a running warp counts: it counts one itself that no warp has begun. Planners, a warp of each thread
+// block, claim stretches of chunks, one for each thread block that is to send: behind the first chunk of a stretch, the counts before are
+// known. A thread block that begins late finds its stretch taken, and only receives.
 #pragma once
 
 #include "../common/step.cuh"
@@ -24,7 +23,7 @@ struct PlannedChunk {
   float weight[kMostChoicesOfChunk];
 };
 
-// Whose tokens they are is known before their places: they are asked for at once.
+// Known before the places: tokens are asked for at once.
 struct ChunkBounds {
   std::uint32_t first, tokens;  // no tokens: there is no other chunk
 };
@@ -78,8 +77,7 @@ struct ChunkMarks {
 };
 constexpr std::uint32_t counting_bytes(const Config& c) { return 4 * (chunk_columns(c) + 2 * kMostTokensOfChunk + kMostChoicesOfChunk); }
 
-// Marks the tokens of each rank, from the ranks of each token. If each choice marked its rank's word, many lanes would wait for one
-// word.
+// Marks the tokens of each rank, from the ranks of each token: choices that marked their rank's word would wait for each other.
 __device__ inline void mark_ranks(const Common& k, const ChunkMarks& marks) {
   static_assert(kMostTokensOfChunk == 32, "a lane has a token");
   const std::uint32_t lane = threadIdx.x % 32, low = marks.ranks[2 * lane], high = marks.ranks[2 * lane + 1];
@@ -95,19 +93,9 @@ struct ChunkIds {
   RawId ids[ChunkChoices::kOfLane];
 
   __device__ void load(const DispatchArguments& a, const ChunkChoices& chunk) {
-    if (a.wide_ids) {
 #pragma unroll
-      for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
-        if (chunk.at(i) >= chunk.all) continue;
-        const uint2 both = static_cast<const uint2*>(a.ids)[chunk.of_step(a, i)];
-        ids[i].low = both.x;
-        ids[i].high = both.y;
-      }
-    } else {
-#pragma unroll
-      for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i)
-        if (chunk.at(i) < chunk.all) ids[i].low = static_cast<const std::uint32_t*>(a.ids)[chunk.of_step(a, i)];
-    }
+    for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i)
+      if (chunk.at(i) < chunk.all) ids[i] = load_raw_id(a, chunk.of_step(a, i));
   }
   __device__ void keep(const DispatchArguments& a, const ChunkChoices& chunk, bool report, std::int32_t* kept) const {
 #pragma unroll
@@ -122,25 +110,51 @@ struct ChunkIds {
 // True if rows have their numbers without other blocks' counts (plan/rank_plan.cuh).
 inline constexpr std::uint32_t kMostNumberedRanks = 8;
 __device__ inline bool numbers_rows(const DispatchArguments& a) {
-  return a.ids != nullptr && a.common.c.layout == LayoutKind::Compact && a.common.c.world <= kMostNumberedRanks;
+  const Common& k = a.common;
+  return a.ids != nullptr && k.c.layout == LayoutKind::Compact && k.c.world <= kMostNumberedRanks && !k.heap.in_pieces;
+}
+
+// Shared memory of a launch: sums of what comes before a chunk, counts of the planner's own, the places of experts, then what each kernel wants.
+struct LargeMemory {
+  std::uint32_t counts, places, others;  // where each begins; sums come first
+
+  constexpr explicit LargeMemory(const Config& c)
+      : counts(4 * chunk_columns(c)),
+        places(counts + counting_bytes(c)),
+        others(static_cast<std::uint32_t>(align_up(places + 4ull * (c.world + 1) * kNumbersOfPiece * expert_pieces(c), kLine))) {}
+};
+
+// Initialises a launch's barriers, before the first `__syncthreads`. users: warps that say that they have done with a chunk.
+template <typename Shared>
+__device__ inline void prepare(Shared& s, std::uint32_t users) {
+  if (threadIdx.x == 0) {
+    s.plan.claimed.init();
+    s.receive.rows_known.init();
+    s.receive.placed.init();
+    s.receive.next = 0;
+  }
+  if (threadIdx.x < kMaxPeers) s.receive.choices[threadIdx.x] = 0;
+  if (threadIdx.x % 32 == 0 && is_planner())
+    for (std::uint32_t i = 0; i < 2; ++i) {
+      mbarrier_init(s.plan.known + i, 1);
+      mbarrier_init(s.plan.planned + i, 1);
+      mbarrier_init(s.plan.used + i, users);
+    }
 }
 
 // ---- counts of chunks ----
 
 // Tells peers how many rows they get: one warp of a rank with many tokens, whose rows do not show by themselves.
-template <bool kPieces = false>
 __device__ inline void publish_row_counts(const Common& k, std::uint32_t step, const std::uint32_t* rows) {
   for (std::uint32_t peer = threadIdx.x % 32; peer < k.c.world; peer += 32) {
     const std::uint32_t n = rows[peer];
-    if ((k.dead >> peer & 1) != 0 || (kPieces && is_remote(k, peer))) continue;
+    if ((k.dead >> peer & 1) != 0 || is_remote(k, peer)) continue;
     fuzz_delay(k, n);
     store_tagged(k, k.peers[peer] + k.heap.rows_at(k.c, set_of(k.c, step), k.c.rank), step, n, 0, 1);
   }
 }
 
-// Tells peers how many choices they get, and how many rows if they have not heard: one warp, when all is counted. kPieces: some
-// peers may be of other nodes.
-template <bool kPieces = false>
+// Tells peers how many choices they get, and how many rows if they have not heard: one warp, when all is counted.
 static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, std::uint32_t step) {
   const Common& k = a.common;
   const bool planned = a.ids == nullptr;
@@ -156,7 +170,7 @@ static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, 
   }
   for (std::uint32_t i = lane; i < k.living * k.expert_pieces; i += 32) {
     const std::uint32_t peer = k.order[i / k.expert_pieces], nth = i % k.expert_pieces;
-    if (kPieces && is_remote(k, peer)) continue;
+    if (is_remote(k, peer)) continue;
     const std::uint32_t first = first_expert_of(k, peer), experts = local_experts_of(k, peer);
     std::uint32_t numbers[kNumbersOfPiece] = {};
 #pragma unroll
@@ -168,8 +182,8 @@ static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, 
     fuzz_delay(k, p.words[0]);
     store_tagged(k, k.peers[peer] + k.heap.counts_at(k.c, set, k.c.rank) + kPieceBytes * nth, step, p.words[0], p.words[1], p.words[2]);
   }
-  if (kPieces || !numbers_rows(a)) publish_row_counts<kPieces>(k, step, a.plan.rows);
-  if constexpr (kPieces) begin_remote_blocks(a, step);
+  if (!numbers_rows(a)) publish_row_counts(k, step, a.plan.rows);
+  if (k.remote != 0) begin_remote_blocks(a, step);
   mark_stage(k, Stage::Counted);
 }
 
@@ -190,7 +204,6 @@ __device__ inline void add_to_totals(const DispatchArguments& a, const ChunkMark
 }
 
 // Counts a chunk: one warp. memory: counting_bytes() of its own. with_ids: the chunk's ids are there already.
-template <bool kPieces = false>
 static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std::uint32_t step, std::uint32_t number, char* memory, bool with_ids) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, columns = chunk_columns(k.c);
@@ -224,10 +237,7 @@ static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std:
   fuzz_delay(k, number);
   if (lane == 0) store_release_here(a.chunk_counts.ready + number, arrival_word(k.generation, step));
   add_to_totals(a, marks, number);
-  __syncwarp();
-  std::uint32_t before = 0;
-  if (lane == 0) before = count_in_order(a.chunk_counts.counted, 1);
-  if (__shfl_sync(~0u, before, 0) == a.chunks - 1) send_all_counts<kPieces>(a, step);
+  if (count_of_warp(a.chunk_counts.counted, 1) == a.chunks - 1) send_all_counts(a, step);
 }
 
 // Claims the counting of a chunk; true if it was unclaimed.
@@ -237,9 +247,8 @@ __device__ inline bool take_chunk(const DispatchArguments& a, std::uint32_t step
   return __any_sync(~0u, mine);
 }
 
-// Waits, by one warp, until the counts of chunks [first, end) are there, 32 of them at most. All warps of the GPU look at the same
-// few lines, so a warp looks no more at a word that it has seen, and acquires once, behind the last look.
-template <bool kPieces = false>
+// Waits, by one warp, until the counts of chunks [first, end) are there, 32 of them at most. All warps of the GPU look at the same few
+// lines, so a warp acquires once, behind the last look.
 __device__ inline void await_chunks(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t end, char* memory) {
   constexpr std::uint32_t kLooksAtOnce = 64;
   const std::uint32_t mine = first + threadIdx.x % 32;
@@ -255,7 +264,7 @@ __device__ inline void await_chunks(const DispatchArguments& a, std::uint32_t st
       continue;
     }
     const std::uint32_t chunk = first + (__ffs(static_cast<int>(missing)) - 1);
-    if (take_chunk(a, step, chunk)) count_chunk<kPieces>(a, step, chunk, memory, false);
+    if (take_chunk(a, step, chunk)) count_chunk(a, step, chunk, memory, false);
   }
   fence_here();
   __syncwarp();
@@ -298,7 +307,6 @@ __device__ inline void add_counts(const std::uint16_t* counts, std::uint32_t fir
 }
 
 // Adds, by one warp, the counts of chunks [first, end) to the block's sums.
-template <bool kPieces = false>
 static __device__ __noinline__ void sum_chunks(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t end,
                                                std::uint32_t* sums, char* memory) {
   sums = known_shared(sums);
@@ -306,20 +314,12 @@ static __device__ __noinline__ void sum_chunks(const DispatchArguments& a, std::
   for (; first < end; first += 32) {
     {
       const SpanTimer spends(a.common, Span::AwaitingChunks);
-      await_chunks<kPieces>(a, step, first, end, memory);
+      await_chunks(a, step, first, end, memory);
     }
     const std::uint32_t n = min(32u, end - first);
     for (std::uint32_t begin = 0; begin < pieces; begin += 64) add_counts(a.chunk_counts.counts, first, n, columns, begin, sums);
   }
   __syncwarp();
-}
-
-// Sums the counts before a block's first chunk: each of its workers. A worker's chunks lie together, so that it looks at few lines.
-template <bool kPieces = false>
-__device__ inline void sum_chunks_before(const DispatchArguments& a, std::uint32_t step, std::uint32_t begin, std::uint32_t end,
-                                         std::uint32_t* sums, char* memory) {
-  const std::uint32_t worker = threadIdx.x / 32, all = end - begin;
-  sum_chunks<kPieces>(a, step, begin + all * worker / kWorkers, begin + all * (worker + 1) / kWorkers, sums, memory);
 }
 
 // ---- the planner ----
@@ -336,6 +336,12 @@ struct LoadedChunk {
       weights[i] = 1.0f;
       if (chunk.at(i) < chunk.all && a.weights != nullptr) weights[i] = a.weights[chunk.of_step(a, i)];
     }
+  }
+  __device__ void keep(const DispatchArguments& a, const ChunkChoices& chunk, std::int32_t* kept, PlannedChunk& planned) const {
+    ids.keep(a, chunk, false, kept);
+#pragma unroll
+    for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i)
+      if (chunk.at(i) < chunk.all) planned.weight[chunk.at(i)] = weights[i];
   }
 };
 
@@ -404,17 +410,9 @@ static __device__ __noinline__ void place_choices(const Common& k, const ChunkCh
   __syncwarp();
 }
 
-// Waits for the nth turn. A lane that looks only after the next one is over waits for ever, so no lane of a warp may fill a place
-// again that another one still waits for: the one that fills it waits alone, or the lanes meet.
-__device__ inline void await_turn(std::uint64_t* turns, std::uint32_t nth) {
-  while (!phase_wait(turns, nth & 1)) {
-  }
-}
-
 // Workers of this block may wait for peers, and they for the counts of all chunks.
-template <bool kPieces = false>
 __device__ inline void count_all(const DispatchArguments& a, std::uint32_t step, char* memory) {
-  for (std::uint32_t first = 0; first < a.chunks; first += 32) await_chunks<kPieces>(a, step, first, min(first + 32, a.chunks), memory);
+  for (std::uint32_t first = 0; first < a.chunks; first += 32) await_chunks(a, step, first, min(first + 32, a.chunks), memory);
 }
 
 // Neighbouring chunks that one thread block sends.
@@ -429,11 +427,7 @@ struct Stretch {
 };
 // Returns the next chunk of this block's stretch: one warp.
 __device__ inline std::uint32_t next_chunk(const DispatchArguments& a, Stretch& stretch) {
-  if (stretch.next == stretch.end && stretch.next < a.chunks) {
-    std::uint32_t number = 0;
-    if (threadIdx.x % 32 == 0) number = atomicAdd(a.chunk_counts.next, 1u);
-    stretch = Stretch(a, __shfl_sync(~0u, number, 0));
-  }
+  if (stretch.next == stretch.end && stretch.next < a.chunks) stretch = Stretch(a, take_next(a.chunk_counts.next));
   return stretch.next < a.chunks ? stretch.next++ : a.chunks;
 }
 
@@ -442,52 +436,6 @@ __device__ inline void tell_bounds(const DispatchArguments& a, LargePlan& s, std
   const std::uint32_t first = chunk * a.tokens_per_chunk;
   s.bounds[n % 2] = {first, chunk >= a.chunks ? 0 : min(a.own - first, a.tokens_per_chunk)};
   mbarrier_arrive(s.known + n % 2);
-}
-
-// Plans chunks: a planner whose block has summed the counts before its first chunk, which it has loaded. memory: counting_bytes()
-// of its own.
-__device__ inline void plan_chunks(const DispatchArguments& a, LargePlan& s, LoadedChunk& loaded, std::uint32_t* sums, char* memory) {
-  const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32, step = s.step;
-  const bool given = a.ids == nullptr;
-  Stretch stretch(a, s.first_stretch);
-  std::uint32_t number = next_chunk(a, stretch), summed = number;
-  for (std::uint32_t n = 0;; ++n) {
-    const bool ends = number >= a.chunks;
-    const ChunkChoices chunk(a, number);
-    const std::uint32_t next = ends ? number : next_chunk(a, stretch);
-    if (n == 0 && !ends && lane == 0) tell_bounds(a, s, 1, next);
-    if (!ends && !given) sum_chunks(a, step, summed, number, sums, memory);  // none, within a stretch
-    if (n >= 2) {
-      const SpanTimer waits(k, Span::AwaitingPlaceOut);
-      await_turn(s.used + n % 2, n / 2 - 1);
-    }
-    if (n >= 2 && lane == 0) tell_bounds(a, s, n, number);
-    PlannedChunk& planned = s.chunks[n % 2];
-    if (!ends && given) copy_chunk(a, number, &planned);
-    if (!ends && !given) {
-      const SpanTimer spends(k, Span::PlacingChunks);
-      loaded.ids.keep(a, chunk, false, ChunkMarks(k, memory).ids);
-#pragma unroll
-      for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i)
-        if (chunk.at(i) < chunk.all) planned.weight[chunk.at(i)] = loaded.weights[i];
-      if (next < a.chunks) loaded.load(a, ChunkChoices(a, next));
-      place_choices(k, chunk, memory, sums, &planned);
-    }
-    if (n == 0 && s.first_stretch == 0) {
-      if (lane == 0) {
-        *a.received.step = step;  // the step's other phases read it there
-        take_set(k, step);
-      }
-      if (given) send_all_counts(a, step);
-    }
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(s.planned + n % 2);
-    if (n == 0 && !given) count_all(a, step, memory);
-    if (ends) return;
-    summed = number + 1;
-    number = next;
-  }
 }
 
 // The planner's first part: the step, the block's first chunk, and whether this launch may write.
@@ -508,7 +456,6 @@ __device__ inline void begin_plan(const DispatchArguments& a, LargePlan& s) {
   pass_step(k);
 }
 
-template <bool kPieces = false>
 __device__ inline void claim_set(const DispatchArguments& a, LargePlan& s) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
@@ -517,7 +464,7 @@ __device__ inline void claim_set(const DispatchArguments& a, LargePlan& s) {
     if (lane == 0) taken = may_take_later(k, s.step);
     taken = __shfl_sync(~0u, taken, 0);
   }
-  if constexpr (kPieces) taken = taken && (k.remote == 0 || may_write_all(k, s.step, Op::Dispatch));
+  taken = taken && (k.remote == 0 || may_write_all(k, s.step, Op::Dispatch));
   if (lane == 0) s.taken = taken;
   s.claimed.set();
 }

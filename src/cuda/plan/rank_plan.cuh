@@ -51,8 +51,7 @@ __device__ inline void count_rows_of_ranks(const DispatchArguments& a, std::uint
                                            std::uint32_t* rows) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
-  std::uint32_t shift = kShift;
-  while (kShift == 0 && 1u << shift < k.c.top_k) ++shift;
+  const std::uint32_t shift = kShift != 0 ? kShift : k.group_shift;
   const std::uint32_t choice = lane & ((1u << shift) - 1), together = 32 >> shift, width = a.wide_ids ? 8 : 4, step = together * k.c.top_k * width;
   const bool has_choice = choice < k.c.top_k;
   RowsOfRanks counted;
@@ -86,8 +85,7 @@ __device__ inline void count_rows_of_ranks(const DispatchArguments& a, std::uint
   counted.add_to(k, choice == 0, rows);
 }
 
-// Eight choices of a token, int64, of which a lane loads two at once: one a lane, as above, takes all thread blocks of a GPU 10 us
-// for 4,096 tokens.
+// Eight choices of a token, int64, of which a lane loads two at once.
 template <std::uint32_t kAtOnce>
 __device__ inline void count_rows_of_eight(const DispatchArguments& a, std::uint32_t end, std::uint32_t* rows) {
   constexpr std::uint32_t kLanes = 4, kTogether = 32 / kLanes, kTokenBytes = 16 * kLanes;
@@ -171,10 +169,7 @@ static __device__ __noinline__ void count_choices(const DispatchArguments& a, st
     }
     fuzz_delay(k, first);
     add_to_totals(a, marks, blockIdx.x);
-    __syncwarp();
-    std::uint32_t before = 0;
-    if (lane == 0) before = count_in_order(a.chunk_counts.counted, __popc(all));
-    before = __shfl_sync(~0u, before, 0);
+    const std::uint32_t before = count_of_warp(a.chunk_counts.counted, __popc(all));
     if (taken) store_relaxed(a.chunk_counts.ready + mine, arrival_word(k.generation, step));  // in place of another warp
     if (before + __popc(all) == a.chunks) send_all_counts(a, step);
   }
@@ -209,57 +204,6 @@ static __device__ __noinline__ void number_choices(const Common& k, const ChunkC
     to.index[at] = 0;  // unused
   }
   __syncwarp();
-}
-
-// In place of plan_chunks(). `sums` has what count_rows_before() found.
-__device__ inline void number_chunks(const DispatchArguments& a, LargePlan& s, LoadedChunk& loaded, std::uint32_t* sums, char* memory) {
-  const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32, step = s.step;
-  std::uint32_t* const rows = sums + k.c.num_experts;
-  std::int32_t* const ids = ChunkMarks(k, memory).ids;
-  Stretch stretch(a, s.first_stretch);
-  std::uint32_t number = next_chunk(a, stretch), counted = number;
-  if (s.first_stretch == 0) {
-    if (lane == 0) {
-      *a.received.step = step;  // the step's other phases read it there
-      take_set(k, step);
-    }
-    publish_row_counts(k, step, rows);
-    __syncwarp();
-    if (lane < k.c.world) rows[lane] = 0;
-    __syncwarp();
-  }
-  for (std::uint32_t n = 0;; ++n) {
-    const bool ends = number >= a.chunks;
-    const ChunkChoices chunk(a, number);
-    const std::uint32_t next = ends ? number : next_chunk(a, stretch);
-    if (n == 0 && !ends && lane == 0) tell_bounds(a, s, 1, next);
-    if (!ends && counted != number)  // none, within a stretch
-      count_rows_of_ranks<2>(a, counted * a.tokens_per_chunk, number * a.tokens_per_chunk, 0, 1, rows);
-    __syncwarp();
-    if (n >= 2) {
-      const SpanTimer waits(k, Span::AwaitingPlaceOut);
-      await_turn(s.used + n % 2, n / 2 - 1);
-    }
-    if (n >= 2 && lane == 0) tell_bounds(a, s, n, number);
-    PlannedChunk& planned = s.chunks[n % 2];
-    if (!ends) {
-      const SpanTimer spends(k, Span::PlacingChunks);
-      loaded.ids.keep(a, chunk, false, ids);
-#pragma unroll
-      for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i)
-        if (chunk.at(i) < chunk.all) planned.weight[chunk.at(i)] = loaded.weights[i];
-      if (next < a.chunks) loaded.load(a, ChunkChoices(a, next));
-      __syncwarp();
-      number_choices(k, chunk, ids, rows, &planned);
-    }
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(s.planned + n % 2);
-    if (ends) break;
-    counted = number + 1;
-    number = next;
-  }
-  count_all(a, step, memory);
 }
 
 }  // namespace pplx::cuda

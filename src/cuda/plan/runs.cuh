@@ -1,9 +1,8 @@
-// Rows of several sources in runs, dealt out in the order in which all sources send: the first run of each, the second of each.
-// What some have more of than others follows, by source. A source whose thread blocks send a stretch of rows each sends the first
-// of all stretches first.
+// Rows of several sources in runs, dealt out in the order in which all sources send: the first run of each, the second of each. What
+// some have more of follows, by source. A source whose thread blocks send a stretch each sends the first of all stretches first.
 #pragma once
 
-#include "../common/arguments.h"
+#include "../common/step.cuh"
 
 namespace pplx::cuda {
 
@@ -32,12 +31,7 @@ class RowRuns {
       least = min(least, n);
       all += n;
     }
-#pragma unroll
-    for (int i = 1; i < 32; i *= 2) {
-      least = min(least, __shfl_xor_sync(~0u, least, i));
-      all += __shfl_xor_sync(~0u, all, i);
-    }
-    counts_ = {all, least};
+    counts_ = {__reduce_add_sync(~0u, all), __reduce_min_sync(~0u, least)};
   }
 
   __device__ const RunCounts& counts() const { return counts_; }
@@ -79,5 +73,21 @@ class RowRuns {
   const std::uint32_t sources_, most_, stretches_;
   RunCounts counts_;
 };
+
+// Sends this block's own share of the runs, if it is `mine`, and those that no block has begun: a warp. look_up(n): loads what the nth run
+// needs, if there is one, ahead of send(n, that).
+template <typename LookUp, typename Send>
+__device__ inline void send_shares(const Common& k, std::uint32_t step, bool mine, const RowRuns& runs, const LookUp& look_up, const Send& send) {
+  const std::uint32_t shares = min(gridDim.x, runs.all());
+  for (std::uint32_t share = mine ? blockIdx.x : take_another_share(k, Op::Combine, step, shares); share != kNone;
+       share = take_another_share(k, Op::Combine, step, shares)) {
+    auto next = look_up(share);
+    for (std::uint32_t n = share; n < runs.all(); n += gridDim.x) {
+      const auto now = next;
+      next = look_up(n + gridDim.x);
+      send(n, now);
+    }
+  }
+}
 
 }  // namespace pplx::cuda

@@ -1,16 +1,7 @@
-// A carrier that GPUs drive themselves, as kernels see it: five calls, and no library's name. docs/carriers.md has what each promises,
-// and what other libraries would take. Kernels are compiled once for each carrier; PPLX_CARRIER names the header that has the five. In
-// the build without one a host thread carries, and the calls are unused.
+// A carrier that GPUs drive themselves, as kernels see it: put, signal, reached, left and error (docs/carriers.md). Kernels are compiled once
+// for each carrier; PPLX_CARRIER names the header that has the five. In the build without one a host thread carries.
 //
-//   put(k, peer, ctx, to, from, bytes, signal)   the bytes land at the peer, then its signal counts one more. Nothing orders two puts.
-//                                                A thread's. Does not wait for the peer
-//   signal(k, peer, ctx, signal)                 the count alone
-//   reached(signal, n)                           true if this rank's signal has counted to n: then all that it counted is there
-//   left(k, peer, ctx)                           true if what was put may be written again, once the peer has answered it
-//   error(k, peer)                               0, or what the library says is wrong with what was put to the peer
-//
-// `to` and `signal` are where this rank has the same place: its memory is laid out like the peer's. ctx: threads that put with the same one
-// follow each other, and release what they put to the system. The two places of blocks in pieces have a ctx each, and so have credits.
+// The two places of blocks in pieces have a ctx each, and so have credits.
 //
 // Remote peers are those that stores do not reach: the others' memory is mapped, whatever made it (pplx_comm/wiring/gpu_memory.py).
 #pragma once

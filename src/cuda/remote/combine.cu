@@ -4,14 +4,6 @@
 
 namespace pplx::cuda {
 namespace decode {
-namespace {
-
-template <typename T, bool kMappedOnly, int kSent>
-__global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(const __grid_constant__ CombineArguments a) {
-  run_combine<T, kMappedOnly, kSent>(a);
-}
-
-}  // namespace
 
 Choice<CombineArguments> choose_general(const Config& c) {
   return choose_type(c.dtype, [](auto type) -> Choice<CombineArguments> {

@@ -4,14 +4,6 @@
 
 namespace pplx::cuda {
 namespace decode {
-namespace {
-
-template <typename Mode, bool kMappedOnly, bool kHooks>
-__global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_constant__ DispatchArguments a) {
-  run_dispatch<Mode, kMappedOnly, kHooks>(a);
-}
-
-}  // namespace
 
 Choice<DispatchArguments> choose_general(const Config& c, const DispatchCall& call) {
   return choose_mode(c, call, [&](auto mode) { return decode_choice("decode::dispatch, general", c, dispatch<decltype(mode), false, false>); });

@@ -1,5 +1,4 @@
-// Passes on what remote peers' headers say, in the form in which peers of the node say it, so that receivers need not tell them apart. One warp does
-// so, while others do what needs no peer.
+// Passes on what remote peers' headers say, by one warp, in the form in which peers of the node say it.
 #pragma once
 
 #include "../common/arrival.cuh"

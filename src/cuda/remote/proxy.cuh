@@ -7,7 +7,7 @@
 //               The thread that completes a part tells the proxy of all parts that are complete from the first on, by the peer's word in the
 //               mailbox: one thread at a time, which looks again before it leaves.
 //   receiving   The proxy counts parts in host memory, which lies across PCIe: one thread for each peer looks there, and raises the
-//               same word in device memory for all others. Hundreds of threads that look at one word take 150 us.
+//               same word in device memory for all others.
 //   writing     A block is written again only after all of it has left, which the proxy says in host memory, too. The thread that
 //   again       looks after a peer's answer looks there as well: a set's dispatch has left before its combine is complete, a combine
 //               and weights before the set's next dispatch. So a writer knows from device memory.

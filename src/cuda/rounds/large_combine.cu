@@ -5,10 +5,6 @@
 namespace pplx::cuda {
 namespace {
 
-struct CombineRoundsShared : LargeCombineShared {
-  RoundRows rounds[kCombiners];
-};
-
 // A remote peer's piece of what comes back. False: it is not what this rank expects.
 __device__ inline bool check_piece(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, std::uint32_t piece, std::uint32_t pieces) {
   const Common& k = a.common;
@@ -38,28 +34,27 @@ __device__ inline void pass_on_combines(const CombineArguments& a, std::uint32_t
   __syncwarp();
 }
 
-template <typename T, bool kMappedOnly>
-__device__ __forceinline__ void run_combine_in_rounds(const CombineArguments& a) {
-  PPLX_LAUNCHED_SHARED(words);
-  PPLX_SHARED(CombineRoundsShared, s);
-  const auto prepare = [&](std::uint32_t warp) {
-    if (warp < kCombiners && threadIdx.x % 32 == 0) s.turns[warp].init();
+template <bool kMappedOnly>
+struct InRounds {
+  struct Shared : LargeCombineShared {
+    RoundRows rounds[kCombiners];
   };
-  run_combine_large(a, s.combine, prepare, [&](std::uint32_t warp, std::uint32_t step) {
+  template <typename T>
+  __device__ static __forceinline__ void work(const CombineArguments& a, std::uint32_t step, Shared& s, char* memory, std::uint32_t warp) {
     const Common& k = a.common;
     if (warp < kCombiners) {
-      LargeCombiner<T, kMappedOnly, true> combiner(a, step, s.combine, reinterpret_cast<char*>(words) + warp * kCombinerBytes, s.turns[warp]);
+      LargeCombiner<T, kMappedOnly, true> combiner(a, step, s, memory + warp * kCombinerBytes, s.turns[warp]);
       const std::uint32_t senders = a.recv ? senders_of(gridDim.x, kSumTilesOut * kSumTileBytes, kSendingCombiners) : kCombiners;
       if (a.pieces.begin != a.pieces.end && warp < senders) combiner.send_rounds(senders, s.rounds[warp]);
       if (a.recv) combiner.receive_rounds();
     } else {
       if (blockIdx.x == 0) forget_rounds(k, a.pieces, step, Op::Dispatch);
-      if (a.pieces.begins) begin_to_send<!kMappedOnly>(a, step, s.combine);
+      if (a.pieces.begins) begin_to_send<!kMappedOnly>(a, step, s);
       if (!kMappedOnly && a.recv && k.remote != 0) pass_on_combines(a, step);
       if (a.recv) receive_all_headers<!kMappedOnly>(a, step);
     }
-  });
-}
+  }
+};
 
 }  // namespace
 
@@ -68,7 +63,7 @@ namespace {
 
 template <typename T, bool kMappedOnly>
 __global__ void __launch_bounds__(kLargeCombineThreads, 1) combine(const __grid_constant__ CombineArguments a) {
-  run_combine_in_rounds<T, kMappedOnly>(a);
+  run_combine_large<T, InRounds<kMappedOnly>>(a);
 }
 
 }  // namespace
@@ -83,7 +78,7 @@ Choice<CombineArguments> choose(const Config& c, const CombineCall& call) {
 }  // namespace large_rounds
 
 bool can_combine_rounds(const Config& c, std::uint32_t shared_bytes) {
-  return can_combine_large(c, shared_bytes) && kLargeCombineBytes + kBytesOfObject<CombineRoundsShared> <= shared_bytes;
+  return can_combine_large(c, shared_bytes) && kLargeCombineBytes + kBytesOfObject<InRounds<false>::Shared> <= shared_bytes;
 }
 
 }  // namespace pplx::cuda

@@ -1,6 +1,5 @@
 // dispatch() in pieces, whatever the number of tokens: one launch, or one per half. The receive half sends what the send half must wait for.
 #include "../host/launch_table.h"
-#include "../large/dispatch_kernel.cuh"
 #include "large_recv.cuh"
 #include "large_send.cuh"
 #include "../remote/dispatch_extras.cuh"
@@ -31,7 +30,7 @@ template <typename Mode>
 __device__ inline std::uint32_t send_rounds(const DispatchArguments& a, RoundShared& s, char* memory, std::uint32_t* sums, char* planner_memory) {
   const std::uint32_t warp = threadIdx.x / 32, senders = sending_workers<Mode>(a);
   if (is_planner()) {
-    if (a.pieces.begins) claim_set<true>(a, s.plan);
+    if (a.pieces.begins) claim_set(a, s.plan);
     if (a.pieces.begins && !s.plan.taken) return 0;
     const SpanTimer plans(a.common, Span::Planning);
     RoundPlanner(a, s.plan, sums, planner_memory).plan();
@@ -42,7 +41,7 @@ __device__ inline std::uint32_t send_rounds(const DispatchArguments& a, RoundSha
   if (a.pieces.begins && !s.plan.taken) return 0;
   const SpanTimer spends(a.common, Span::Counting);
   for (std::uint32_t c = warp * gridDim.x + blockIdx.x; a.ids != nullptr && c < a.chunks; c += kWorkers * gridDim.x)
-    if (take_chunk(a, s.plan.step, c)) count_chunk<true>(a, s.plan.step, c, memory, false);
+    if (take_chunk(a, s.plan.step, c)) count_chunk(a, s.plan.step, c, memory, false);
   __syncwarp();
   fence_shared_copies();  // where chunks were counted, tiles come
   RoundSender<Mode> sender(a, s.plan, warp, senders, memory, s.loaded[warp]);
@@ -50,9 +49,14 @@ __device__ inline std::uint32_t send_rounds(const DispatchArguments& a, RoundSha
   return sender.parities();
 }
 
+}  // namespace
+
+namespace large_rounds {
+namespace {
+
 // kHooks: the caller's kernels hear of what has come.
 template <typename Mode, bool kHooks>
-__device__ __forceinline__ void run_dispatch_in_rounds(const DispatchArguments& a) {
+__global__ void __launch_bounds__(kRoundsThreads, 1) dispatch(const __grid_constant__ DispatchArguments a) {
   PPLX_LAUNCHED_SHARED(words);
   PPLX_SHARED(RoundShared, s);
   const Common& k = a.common;
@@ -95,16 +99,6 @@ __device__ __forceinline__ void run_dispatch_in_rounds(const DispatchArguments& 
   mark_stage(k, Stage::DispatchEnds);
   SpanTimer::end(k);
   stamp(k, Op::Dispatch, step, begun);
-}
-
-}  // namespace
-
-namespace large_rounds {
-namespace {
-
-template <typename Mode, bool kHooks>
-__global__ void __launch_bounds__(kRoundsThreads, 1) dispatch(const __grid_constant__ DispatchArguments a) {
-  run_dispatch_in_rounds<Mode, kHooks>(a);
 }
 
 }  // namespace

@@ -5,7 +5,7 @@
 #include "../decode/dispatch_recv.cuh"
 #include "../extras/hooks.cuh"
 #include "../plan/chunk_plan.cuh"
-#include "heard.cuh"
+#include "rounds.cuh"
 
 namespace pplx::cuda {
 
@@ -14,6 +14,37 @@ constexpr std::uint32_t row_end_bytes(const BlockLayout& row, std::uint32_t top_
 inline constexpr std::uint32_t kMostRowEndBytes = 1088;
 inline constexpr std::uint32_t kRowInBytes = kRowPartBytes + kMostRowEndBytes;
 inline constexpr std::uint32_t kReceiverBytes = kRowsIn * kRowInBytes;
+
+// Keeps what sources tell of their rounds, by the warp that has counted rows, in one thread block: peers tell of the set's next step while
+// this rank still sends.
+__device__ inline void hear_of_rounds(const DispatchArguments& a, std::uint32_t step, const ReceiveShared& s) {
+  if (!reports_counts() || !s.good) return;
+  const Common& k = a.common;
+  forget_rounds(k, a.pieces, step, Op::Combine);
+  for (std::uint32_t i = threadIdx.x % 32; i < k.living; i += 32) {
+    const std::uint32_t source = k.order[i];
+    if (is_remote(k, source)) continue;  // the warp that passes on its headers keeps it
+    std::uint32_t* const kept = kept_rounds(a.pieces, source);
+    std::uint32_t rounds = 1;
+    for (std::uint32_t round = 0; round < rounds; ++round) {
+      uint4 piece;
+      if (!await_round_begin(k, a.pieces, Phase::DispatchRecv, step, source, round, piece)) return;
+      if (round == 0) rounds = min(piece.y, a.pieces.most);
+      kept[1 + round] = piece.x;
+    }
+    kept[0] = rounds;
+  }
+}
+
+// Clears padding, by a warp, behind all rows: no warp waits for what is between the segments of experts.
+template <bool kHooks>
+__device__ inline void clear_padding(const DispatchArguments& a, ReceiveShared& s, const Experts& e) {
+  const Common& k = a.common;
+  if (!k.c.zero_pad || k.c.layout != LayoutKind::Ragged) return;
+  s.placed.wait();
+  for (std::uint32_t expert; s.placed_all && (expert = take_next(&s.next) * gridDim.x + blockIdx.x) < k.experts;)
+    zero_padding<kHooks>(a, e, expert, s.ragged_rows);
+}
 
 template <bool kHooks>
 class RoundReceiver {
@@ -36,7 +67,9 @@ class RoundReceiver {
     for (RoundRun run; good && rounds.find(claim(k_, a_.pieces, step_, Claim::DispatchRecv), run);) {
       round_ = run.round;
       if (run.rows != 0) {
-        rows_ = rows_of_run(k_, Op::Dispatch, k_.dispatch, run, own_slot(k_, set_of(k_.c, step_), Op::Dispatch, run.source));
+        // A piece that the proxy carries has its own header in front.
+        const std::uint64_t piece_at = is_remote(k_, run.source) ? k_.heap.piece_at(Op::Dispatch, run.round) : 0;
+        rows_ = own_slot(k_, set_of(k_.c, step_), Op::Dispatch, run.source) + piece_at + k_.dispatch.row_at(run.slot_row);
         good = receive_run(run.source, run.first, run.rows, run.part);
       }
       if (good) finish_unit(k_, a_.pieces, step_, Op::Dispatch, run.round, rounds.units(), run.is_first, rounds.all());

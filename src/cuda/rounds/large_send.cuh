@@ -1,6 +1,5 @@
-// A worker of a dispatch in pieces that sends: a token of a chunk at a time, in tiles. A tile comes to shared memory by a bulk copy,
-// asked for long before it is needed, and goes to every rank that wants the token by another; in between lies the quantisation. Rows
-// have arrival words, those of a few tokens behind one fence.
+// A worker of a dispatch in pieces that sends: a token of a chunk at a time, in tiles. Bulk copies bring a tile to shared memory, long before it
+// is needed, and take it to every rank that wants the token; in between lies the quantisation.
 #pragma once
 
 #include "../decode/dispatch_send.cuh"
@@ -11,26 +10,12 @@
 
 namespace pplx::cuda {
 
-// How a tile is sent.
-template <typename Mode>
-struct Tile;
-
-template <>
-struct Tile<AsIs> {
-  static constexpr bool kQuantises = false;
-  static constexpr std::uint32_t kAhead = kTilesIn - 1;  // one is being read by the stores
-};
-template <std::uint32_t kBytes>
-struct Tile<Quantised<kBytes>> {
-  static constexpr bool kQuantises = true;
-  static constexpr std::uint32_t kAhead = kTilesIn;
-};
 inline constexpr std::uint32_t kMostCodes = kTileBytes / 2;  // codes of a tile
 inline constexpr std::uint32_t kMostScaleBytes = 512;  // bytes of a row's scales
 // Workers of a thread block that send first.
 template <typename Mode>
 __device__ inline std::uint32_t sending_workers(const DispatchArguments& a) {
-  return a.recv ? senders_of(gridDim.x, kTilesOut * (Tile<Mode>::kQuantises ? kMostCodes : kTileBytes), kSendingWorkers) : kWorkers;
+  return a.recv ? senders_of(gridDim.x, kTilesOut * (kQuantises<Mode> ? kMostCodes : kTileBytes), kSendingWorkers) : kWorkers;
 }
 inline constexpr std::uint32_t kSenderBytes = kTilesIn * kTileBytes + kTilesOut * (kMostCodes + kMostScaleBytes);
 
@@ -45,16 +30,15 @@ struct UntoldRows {
       if (i == tokens) row[i] = its_row;
     ++tokens;
   }
-  // Tells of all but the last `but` tokens: they have been stored, and their stores awaited. word(step): of each row.
-  template <typename Word>
-  __device__ void tell(const Common& k, std::uint32_t step, std::uint32_t but, const Word& word) {
+  // Tells of all but the last `but` tokens: they have been stored, and their stores awaited. word: of each row.
+  __device__ void tell(const Common& k, std::uint32_t step, std::uint32_t but, std::uint64_t word) {
     __syncwarp();
     fence_system();
 #pragma unroll
     for (std::uint32_t i = 0; i <= kMostToldTogether; ++i) {
       if (i + but >= tokens || row[i] == nullptr) continue;
       fuzz_delay(k, std::uint64_t{step} << 32 | i);
-      store_relaxed(row[i] + k.dispatch.arrival_at, word(step));
+      store_relaxed(row[i] + k.dispatch.arrival_at, word);
     }
     if (but != 0) add_first(tokens - 1);
     tokens = but;
@@ -77,7 +61,7 @@ class RoundSender {
   // number: among the block's `senders`. memory: its own, kSenderBytes.
   __device__ RoundSender(const DispatchArguments& a, RoundPlan& plan, std::uint32_t number, std::uint32_t senders, char* memory, std::uint64_t* loaded)
       : a_(a), k_(a.common), plan_(plan), number_(number), senders_(senders), memory_(memory), loaded_(loaded),
-        together_(told_together(a.own, gridDim.x * senders)), bytes_(Tile<Mode>::kQuantises ? k_.c.hidden * dtype_bytes(k_.c.dtype) : k_.payload_bytes) {}
+        together_(told_together(a.own, gridDim.x * senders)), bytes_(kQuantises<Mode> ? k_.c.hidden * dtype_bytes(k_.c.dtype) : k_.payload_bytes) {}
 
   __device__ void send() {
     const SpanTimer all(k_, Span::Sending);
@@ -142,7 +126,7 @@ class RoundSender {
 
   __device__ void tell(std::uint32_t but) {
     const std::uint32_t tokens = untold_.tokens - but;
-    untold_.tell(k_, plan_.step, but, [this](std::uint32_t step) { return word_of_round(k_, step, round_); });
+    untold_.tell(k_, plan_.step, but, word_of_round(k_, plan_.step, round_));
     if (tokens != 0 && has_room_ && remote_peers(k_) != 0) count_tokens_of_round(a_, plan_.step, round_, tokens);
   }
 
@@ -180,7 +164,8 @@ class RoundSender {
     t.rank = t.id < 0 ? kNone : k_.per_rank.divide(static_cast<std::uint32_t>(t.id));
     char* const row = entry == kNone ? nullptr : rows_at_[entry >> 20] + std::uint64_t{entry & 0xfffffu} * k_.dispatch.row_bytes;
     for (std::uint32_t at = 0; at < bytes_; at += kTileBytes) {
-      while (asked_ - used_ < Tile<Mode>::kAhead && ask()) {
+      // Stores read the last tile where it came to, if nothing is quantised.
+      while (asked_ - used_ < (kQuantises<Mode> ? kTilesIn : kTilesIn - 1) && ask()) {
       }
       {
         const SpanTimer waits(k_, Span::AwaitingTile);
@@ -207,7 +192,7 @@ class RoundSender {
   __device__ void send_tile(char* row, std::uint32_t at) {
     const std::uint32_t bytes = min(bytes_ - at, kTileBytes);
     fuzz_delay(k_, at);
-    if constexpr (!Tile<Mode>::kQuantises) {
+    if constexpr (!kQuantises<Mode>) {
       if (row != nullptr) bulk_store(row + at, in(used_), bytes);
       bulk_end_group();
       bulk_await_stored<kTilesOut - 1>();  // the place of the tile before this one is asked for next

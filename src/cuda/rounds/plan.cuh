@@ -1,6 +1,5 @@
-// The plan of a dispatch in pieces: plan/chunk_plan.cuh in rounds. The planner of each thread block finds out by itself how many rows come before the
-// round of its chunk, and the one that has a round's first chunk tells all peers. A send half plans all chunks and sends those of two rounds;
-// the receive half sends the others by the plan that is kept.
+// The plan of a dispatch in pieces: plan/chunk_plan.cuh in rounds. The planner that has a round's first chunk tells all peers. A send half plans all
+// chunks and sends those of two rounds; the receive half sends the others by the plan that is kept.
 #pragma once
 
 #include "../plan/chunk_plan.cuh"
@@ -60,7 +59,7 @@ class RoundPlanner {
       if (p_.begins && number_ == 0) begin_step();
       __syncwarp();
       if (lane == 0) mbarrier_arrive(s_.planned + n % 2);
-      if (n == 0 && a_.ids != nullptr) count_all<true>(a_, s_.step, memory_);
+      if (n == 0 && a_.ids != nullptr) count_all(a_, s_.step, memory_);
       if (ends) break;
       next();
     }
@@ -71,10 +70,7 @@ class RoundPlanner {
   }
 
  private:
-  __device__ void next() {
-    if (threadIdx.x % 32 == 0) number_ = p_.begin * p_.chunks + atomicAdd(a_.chunk_counts.next, 1u);
-    number_ = __shfl_sync(~0u, number_, 0);
-  }
+  __device__ void next() { number_ = p_.begin * p_.chunks + take_next(a_.chunk_counts.next); }
 
   __device__ void tell_bounds(std::uint32_t turn, bool ends) {
     const std::uint32_t first = number_ * a_.tokens_per_chunk;
@@ -90,7 +86,7 @@ class RoundPlanner {
     if (a_.ids != nullptr && a_.chunks != 0) return;
     for (std::uint32_t peer = threadIdx.x % 32; a_.chunks == 0 && peer < k_.c.world; peer += 32) p_.begin_rows[peer] = 0;
     __syncwarp();
-    send_all_counts<true>(a_, s_.step);
+    send_all_counts(a_, s_.step);
     for (std::uint32_t round = 0; round < rounds_of_own(p_, a_.own); ++round) tell_round(a_, s_.step, round, p_.begin_rows + round * k_.c.world);
   }
 
@@ -126,7 +122,7 @@ class RoundPlanner {
   __device__ void enter(std::uint32_t round) {
     if (round == round_) return;
     const std::uint32_t first = round * p_.chunks;
-    sum_chunks<true>(a_, s_.step, summed_, first, sums_, memory_);
+    sum_chunks(a_, s_.step, summed_, first, sums_, memory_);
     summed_ = first;
     for (std::uint32_t peer = threadIdx.x % 32; peer < k_.c.world; peer += 32) {
       s_.begin[peer] = sums_[k_.c.num_experts + peer];
@@ -143,13 +139,10 @@ class RoundPlanner {
     PlannedChunk& planned = s_.chunks[turn];
     LoadedChunk loaded;
     loaded.load(a_, chunk);
-    sum_chunks<true>(a_, s_.step, summed_, number_, sums_, memory_);
+    sum_chunks(a_, s_.step, summed_, number_, sums_, memory_);
     summed_ = number_ + 1;
     const SpanTimer spends(k_, Span::PlacingChunks);
-    loaded.ids.keep(a_, chunk, false, ChunkMarks(k_, memory_).ids);
-#pragma unroll
-    for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i)
-      if (chunk.at(i) < chunk.all) planned.weight[chunk.at(i)] = loaded.weights[i];
+    loaded.keep(a_, chunk, ChunkMarks(k_, memory_).ids, planned);
     place_choices(k_, chunk, memory_, sums_, &planned);
     for (std::uint32_t at = threadIdx.x % 32; at < chunk.all; at += 32) {
       const std::uint64_t to = std::uint64_t{chunk.first} * k_.c.top_k + at;

@@ -4,15 +4,14 @@
 //   landed  leading pieces of the peer's block that are here, with checked headers, and what they say in the handle
 //   room    leading pieces of this rank's block that the peer has read and that have left: what lies two places further may be written
 //
-// All are device memory. One warp looks at what the proxy says and passes it on (remote/pass_on_rounds.cuh). With a carrier that kernels
-// drive (remote/carrier.cuh) that warp looks at its signals, and threads that would tell the proxy of a piece, or of a credit, post it.
+// All are device memory. One warp passes on what the proxy says, or a carrier's signals (remote/pass_on_rounds.cuh).
 //
 // The thread that stores the last part of a piece hands it over, and not before the piece in front of it. Its parts are counted in `stored`: the tokens of
 // a dispatch, for all remote peers together, since a sender of a token has waited for room at all of them; of a combine the rows for one peer, and
 // the header.
 #pragma once
 
-#include "../common/rows.cuh"
+#include "../large/ring.cuh"
 #include "../large/tuning.h"
 #include "../remote/proxy.cuh"
 
@@ -74,17 +73,7 @@ __device__ inline bool may_write_all(const Common& k, std::uint32_t step, Op op)
 // Writes the header, by one thread, before any peer is told.
 __device__ inline void write_piece_header(const Common& k, char* piece, std::uint32_t step, std::uint32_t rows, std::uint32_t flags, std::uint32_t round,
                                           std::uint32_t rounds, const PieceRows& of) {
-  BlockHeader h;
-  h.step = step;
-  h.generation = k.generation;
-  h.rows = rows;
-  h.flags = flags;
-  h.source = k.c.rank;
-  h.piece = round;
-  h.pieces = rounds;
-  h.begin = of.begin;
-  h.end = of.end;
-  *reinterpret_cast<BlockHeader*>(piece) = h;
+  *reinterpret_cast<BlockHeader*>(piece) = {step, k.generation, rows, flags, k.c.rank, 0, 0, round, rounds, of.begin, of.end};
 }
 
 __device__ inline char* piece_for(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t round) {
@@ -112,16 +101,11 @@ __device__ inline bool count_parts(const Common& k, const PieceArguments& p, std
                                    std::uint32_t more, std::uint32_t all) {
   const std::uint32_t place = (set_of(k.c, step) * kPieceOps + static_cast<std::uint32_t>(op)) * kPlaces + round % kPlaces;
   std::uint32_t* const stored = p.remote.stored + place * k.c.world + peer;
-  __syncwarp();
   fuzz_delay(k, std::uint64_t{round} << 32 | step);
-  std::uint32_t before = 0;
-  if (threadIdx.x % 32 == 0) {
-    before = count_in_order(stored, more);
-    if (before + more == all) *stored = 0;  // the next round there begins when this one has been read
-  }
-  before = __shfl_sync(~0u, before, 0);
+  const bool complete = count_of_warp(stored, more) + more == all;
+  if (complete && threadIdx.x % 32 == 0) *stored = 0;  // the next round there begins when this one has been read
   __syncwarp();
-  return before + more == all;
+  return complete;
 }
 
 // Counts `more` stored tokens of a dispatch, or what comes before them: kRoundBefore. A warp's.

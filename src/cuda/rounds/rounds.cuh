@@ -1,13 +1,11 @@
-// Blocks in pieces on GPUs, in rounds (protocol/pieces.h): the common part of all kernels. A warp walks through the units of the rounds, which all
-// thread blocks claim in one order: a warp that waits for a row waits for one of the earliest round that is not read yet, or for peers that do.
-//
-// The last warp to have done a unit of a round tells the peers that the round has been read. A sender waits for that; it must have told of
-// all that it has stored before.
+// Blocks in pieces on GPUs, in rounds (protocol/pieces.h). Thread blocks claim the units of rounds in one order: a warp that waits for a row
+// waits for one of the earliest round that is not read yet, or for peers that do. The last warp to have done a unit of a round tells the peers
+// that the round has been read. A sender waits for that, and tells of all that it has stored before.
 #pragma once
 
-#include "../common/arrival.cuh"
-#include "remote.cuh"
+#include "../plan/counts.cuh"
 #include "../plan/runs.cuh"
+#include "remote.cuh"
 
 namespace pplx::cuda {
 
@@ -21,9 +19,7 @@ __device__ inline std::uint32_t* counts_of_set(const Common& k, const PieceArgum
 }
 // A warp's.
 __device__ inline std::uint32_t claim(const Common& k, const PieceArguments& p, std::uint32_t step, Claim what) {
-  std::uint32_t unit = 0;
-  if (threadIdx.x % 32 == 0) unit = atomicAdd(counts_of_set(k, p, step) + static_cast<std::uint32_t>(what), 1u);
-  return __shfl_sync(~0u, unit, 0);
+  return take_next(counts_of_set(k, p, step) + static_cast<std::uint32_t>(what));
 }
 // Forgets the counts of an op, by one warp, while no kernel of the set has anything to do with that op.
 __device__ inline void forget_rounds(const Common& k, const PieceArguments& p, std::uint32_t step, Op op) {
@@ -35,9 +31,8 @@ __device__ inline void forget_rounds(const Common& k, const PieceArguments& p, s
 
 // ---- waits ----
 
-// Like ask() in common/wait.cuh. Some wait longer: a peer that has not read waits itself, and should blame its own peer first; what this rank
-// is to send or to read itself waits for a peer. A warp that passes words on waits longest. passed_on: the word is one that
-// such a warp writes, which hears of a goodbye behind it.
+// Like poll_failure(). Some wait longer: a peer that has not read waits itself, and should blame its own peer first; what this rank is to send or
+// to read itself waits for a peer. A warp that passes words on waits longest. passed_on: such a warp writes the word.
 static __device__ __noinline__ Verdict ask_for_round(const Common& k, std::uint32_t turn, std::uint64_t first, std::uint64_t begun, Phase phase,
                                                      std::uint32_t step, std::uint32_t peer, std::uint64_t expected, bool passed_on, std::uint32_t longer) {
   const bool ask_host = (turn & 255) == 255;
@@ -136,14 +131,9 @@ __device__ inline void finish_unit(const Common& k, const PieceArguments& p, std
   std::uint32_t more = 1;
   if (first) more += kAllParts - units + (round == 0 ? kRoundBefore : 0);
   for (; round + kPlaces < all; ++round, more = kRoundBefore) {  // no round follows the last ones
-    __syncwarp();
     fuzz_delay(k, std::uint64_t{round} << 32 | step);
-    std::uint32_t before = 0;
-    if (threadIdx.x % 32 == 0)
-      before = count_in_order(counts_of_set(k, p, step) + kClaims + static_cast<std::uint32_t>(op) * p.most + round, more);
-    before = __shfl_sync(~0u, before, 0);
-    __syncwarp();
-    if (before + more != kAllParts + kRoundBefore) return;
+    std::uint32_t* const count = counts_of_set(k, p, step) + kClaims + static_cast<std::uint32_t>(op) * p.most + round;
+    if (count_of_warp(count, more) + more != kAllParts + kRoundBefore) return;
     for (std::uint32_t i = threadIdx.x % 32; i < k.living; i += 32) {
       const std::uint32_t peer = k.order[i];
       if (is_remote(k, peer))
@@ -176,13 +166,6 @@ struct RoundRun {
   bool is_header;  // a header for `source`, a remote peer; no rows
 };
 
-// Where the run's rows begin, of which `block` has the first round: this rank's slot, or what the proxy sends. A piece that the proxy carries has its
-// own header in front.
-__device__ inline char* rows_of_run(const Common& k, Op op, const BlockLayout& layout, const RoundRun& run, char* block) {
-  if (is_remote(k, run.source)) block += k.heap.piece_at(op, run.round);
-  return block + layout.row_at(run.slot_row);
-}
-
 class Rounds {
  public:
   // A warp's. rows_begin: of all sources. A unit is a part of a run of at most `most_rows` rows.
@@ -213,10 +196,8 @@ class Rounds {
       of_source_[i] = rounds;
       most = max(most, rounds);
     }
-#pragma unroll
-    for (int i = 1; i < 32; i *= 2) most = max(most, __shfl_xor_sync(~0u, most, i));
-    all_ = most;
-    end_ = min(end, most);
+    all_ = __reduce_max_sync(~0u, most);
+    end_ = min(end, all_);
     round_ = begin;
     opened_ = false;
     return all_of_warp(good);
@@ -300,18 +281,14 @@ class Rounds {
         if (good && (first > end || end > rows || n > p_.tokens)) good = refuse(source, p_.tokens, n);
         if (!good) n = 0;
       }
-      std::uint32_t sum = n;
-#pragma unroll
-      for (int j = 1; j < 32; j *= 2) {
-        const std::uint32_t more = __shfl_up_sync(~0u, sum, j);
-        if (threadIdx.x % 32 >= j) sum += more;
-      }
+      std::uint32_t all = 0;
+      const std::uint32_t begin = before + sum_before(n, all);
+      before += all;
       if (source < k_.c.world) {
-        rows_.begin[source] = before + sum - n;
+        rows_.begin[source] = begin;
         rows_.first[source] = first;
-        if (source + 1 == k_.c.world) rows_.begin[k_.c.world] = before + sum;
+        if (source + 1 == k_.c.world) rows_.begin[k_.c.world] = before;
       }
-      before += __shfl_sync(~0u, sum, 31);
     }
     return all_of_warp(good);
   }
