@@ -221,7 +221,7 @@ Exchange::~Exchange() {
   cudaSetDevice(before);
 }
 
-// True if all that was launched has ended, after at most `seconds`. A stream that is gone has nothing under way.
+// A stream that is gone has nothing under way.
 bool Exchange::ended(double seconds) const {
   std::vector<cudaStream_t> streams;
   {
@@ -354,7 +354,6 @@ void Exchange::forget_chunk_counts() {
   check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
 }
 
-// Checks what blocks in pieces need of the GPU and of the configuration.
 void Exchange::check_pieces() const {
   const Config& c = common_.c;
   const std::string instead = ". Give slot_bytes at least " + std::to_string(bytes_of_slots(c, common_.most_rows)) + ", or leave it out";
@@ -385,7 +384,6 @@ void Exchange::forget_round_counts() {
 }
 
 void Exchange::raise_failure() {
-  // The kernel's own observation says more than reports of others.
   std::uint64_t word = load_acquire(&common_.report->failure);
   if (word == 0) word = load_acquire(&common_.report->abort);
   if (word == 0) return;

@@ -90,14 +90,12 @@ class Exchange {
   void peer_busy(std::uint32_t peer, bool busy);  // it lives, and says that it comes later
   void peer_left(std::uint32_t peer);  // in good order: what it sent is there, and nothing else will come
   void name_networks(std::vector<std::string> by_peer) { first_.name_networks(std::move(by_peer)); }   // named in messages; before the first step
-  // Stops what is under way on all streams, `current` included (graphs), and waits for it. Before any survivor goes on: no kernel
-  // may store into its memory.
+  // Stops what is under way on all streams, `current` included (graphs), and waits for it, before any survivor goes on.
   void drain(cudaStream_t current, double seconds);
   void reset(std::uint32_t generation, const std::vector<bool>& alive);  // after drain()
   bool ended(double seconds) const;  // true if all that was launched has ended, after at most `seconds`
 #ifdef PPLX_CARRIER
-  // Between generations, when no kernel is at work: how many puts this rank has posted in the old one, by peer; how many have landed,
-  // by source. Once these agree, counts begin anew from where the signals are.
+  // Between generations: puts of the old one by peer, and those that have landed by source. Once these agree, counts begin anew.
   std::vector<std::uint64_t> posted() const;
   std::vector<std::uint64_t> landed() const;
   void rebase();

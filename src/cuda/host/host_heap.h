@@ -1,6 +1,5 @@
-// The range of an AllToAll that its proxy moves: blocks from and for ranks of other nodes, and the words that kernels and proxy tell
-// each other about them. The words lie in pinned host memory, those of arrivals in the GPU's where the process can write there;
-// the blocks in host memory, too, or in the GPU's.
+// The range of an AllToAll that its proxy moves: blocks from and for ranks of other nodes, and words about them. The words lie in pinned
+// host memory, those of arrivals in the GPU's where the process can write there; the blocks in either.
 #pragma once
 
 #include <memory>

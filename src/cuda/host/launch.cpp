@@ -53,7 +53,6 @@ DispatchHooks dispatch_hooks(const Common& k, std::uint32_t* words) {
 
 }  // namespace
 
-// True if the large kernels do it: their rows begin at multiples of sixteen bytes.
 bool Exchange::is_large(const Launch& launch, const DispatchArguments& a) const {
   if (a.own < common_.word_rows) return false;  // as in its combine
   const auto fits = [](const void* at) { return reinterpret_cast<std::uintptr_t>(at) % 16 == 0; };
@@ -62,7 +61,6 @@ bool Exchange::is_large(const Launch& launch, const DispatchArguments& a) const 
   return false;
 }
 
-// A receive half waits for the same one of all ranks, so they come to them in the same order.
 void Exchange::check_order(const std::optional<Launches::Sequence::Early>& early, const char* call) const {
   if (!early) return;
   throw Misuse(std::string(call) + ": step " + std::to_string(early->step) + " before step " + std::to_string(early->before) +

@@ -7,7 +7,6 @@ namespace {
 
 constexpr std::size_t kCapturesAtOnce = 8;
 
-// None: 0.
 unsigned long long capture_on(cudaStream_t stream) {
   cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
   unsigned long long id = 0;

@@ -25,12 +25,10 @@ class Launches {
     bool eager() const { return capture_ == 0; }
     std::size_t open_steps() const { return open_.size(); }
     const std::vector<cudaStream_t>& streams() const { return streams_; }
-    // Sends are one sequence, whatever streams they run on. A receive half on another stream than the last send waits for it, too: its
-    // thread blocks could fill the GPU before the send half has found room, and wait there for what it is to send.
+    // Sends are one sequence, whatever streams they run on. A receive half on another stream waits for the last send, or it could fill the GPU first.
     void follow(cudaStream_t stream, bool sends);
     void note_send(cudaStream_t stream);
-    // A receive half of a combine makes the places of its rows blank, and on a stream of its own nothing else says when: a dispatch
-    // lets the peers write there again. Of which step each has the memory is not known here, so a dispatch waits for all.
+    // A receive half of a combine makes places blank that peers write after the next dispatch, which waits for all such halves.
     void note_received(cudaStream_t stream);
     void after_received(cudaStream_t stream);
     void open(const char* buffer, std::uint32_t step, bool received) { open_.push_back({buffer, step, received}); }

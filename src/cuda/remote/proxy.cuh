@@ -187,7 +187,6 @@ __device__ inline bool wait_for_block(const Common& k, std::uint32_t step, Op op
   return wait<Match::Reached>(k, k.arrivals + k.heap.arrival_at(k.c, set_of(k.c, step), signal_of(op), peer), phase, step, peer);
 }
 
-// Raises the word in device memory, where the other threads of this GPU wait for it.
 __device__ inline void pass_on(const Common& k, std::uint32_t step, Signal signal, std::uint32_t peer) {
   char* word = k.peers[k.c.rank] + k.heap.arrival_at(k.c, set_of(k.c, step), signal, peer);
   const std::uint64_t value = arrival_word(k.generation, step);
@@ -249,7 +248,6 @@ __device__ inline char* parts_word(const Common& k, char* memory, std::uint32_t 
   });
 }
 
-// Waits for a row of a remote peer, as it was passed on. False: it will not come.
 static __device__ __noinline__ bool row_was_passed_on(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t row) {
   return wait_for_parts(k, parts_word(k, k.peers[k.c.rank], step, op, peer), phase, step, peer, parts_of(k, op).part_of(row) + 1) != 0;
 }

@@ -17,7 +17,6 @@ __device__ inline std::uint64_t word_of_round(const Common& k, std::uint32_t ste
 __device__ inline std::uint32_t* counts_of_set(const Common& k, const PieceArguments& p, std::uint32_t step) {
   return p.counts + set_of(k.c, step) * round_counts(p.most);
 }
-// A warp's.
 __device__ inline std::uint32_t claim(const Common& k, const PieceArguments& p, std::uint32_t step, Claim what) {
   return take_next(counts_of_set(k, p, step) + static_cast<std::uint32_t>(what));
 }

@@ -1,6 +1,5 @@
-// Device memory that the ranks of a node map: allocated by one, handed over as a file descriptor (which needs no ptrace rights), or
-// as a cudaIpc handle where the driver cannot export descriptors. Freed with the object; a peer's mapping keeps the memory alive. Or
-// symmetric memory, this rank's or a peer's, that stores reach.
+// Device memory that the ranks of a node map: handed over as a file descriptor, or as a cudaIpc handle where the driver cannot export
+// descriptors; a peer's mapping keeps it alive. Or symmetric memory, this rank's or a peer's, that stores reach.
 #pragma once
 
 #include <cstddef>
