@@ -13,22 +13,7 @@
 //               and weights before the set's next dispatch. So a writer knows from device memory.
 //
 // The warp that looks is not chosen by number: it claims the task, since only a thread block that runs can be waited for.
-//
-// Why a block is there for a thread that sees its arrival word:
-//
-//   blocks in host memory   The proxy raises the word after the provider's completion. A NIC writes a completion after the data, and
-//                           posted writes of one requester do not pass each other (PCI Express Base Specification, 2.4.1, transaction
-//                           ordering), so the CPU that sees it sees the data; a provider that copies has stored it on that CPU. The
-//                           GPU reads host memory through the same coherent caches, and a read that it issues after it has seen the
-//                           word (ld.acquire.sys) is served later. Whether the word lies in host memory or was written to the GPU
-//                           makes no difference.
-//   blocks in GPU memory    The NIC's data goes to the GPU, its completion to host memory, and no rule of PCIe orders writes to two
-//                           targets where they arrive. CUDA says of a GPU (cudaDevAttrGPUDirectRDMAWritesOrdering) from which scope on
-//                           it keeps the order: at "owner" and above, what a NIC wrote before is seen by the GPU that owns the memory
-//                           before what it observes after. Below that such blocks are not placed there (pplx_comm/wiring/placement.py), for
-//                           the other way, cudaDeviceFlushGPUDirectRDMAWrites, is a call into the driver while kernels wait.
-//
-// tests/gpu/test_placement.py attacks it with rows of one step after the other's in the same place.
+// Why a block is there for a thread that sees its arrival word: docs/design.md, "Arrival".
 #pragma once
 
 #include "../../protocol/mailbox.h"

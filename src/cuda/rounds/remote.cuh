@@ -1,11 +1,8 @@
 // Blocks in pieces for peers of other nodes (protocol/pieces.h, remote/proxy.cuh): a round is a piece, which the proxy carries when all of it is there.
-//
 //   told    pieces of the last block of that set that the proxy was told of
 //   landed  leading pieces of the peer's block that are here, with checked headers, and what they say in the handle
 //   room    leading pieces of this rank's block that the peer has read and that have left: what lies two places further may be written
-//
 // All are device memory. One warp passes on what the proxy says, or a carrier's signals (remote/pass_on_rounds.cuh).
-//
 // The thread that stores the last part of a piece hands it over, and not before the piece in front of it. Its parts are counted in `stored`: the tokens of
 // a dispatch, for all remote peers together, since a sender of a token has waited for room at all of them; of a combine the rows for one peer, and
 // the header.
