@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 from cases import Case
 from emulation_cases import CHAOS, ON_X86_64, PARTS, case_of, module, numbers
-from harness import Crew, Crews, seed
+from harness import Crew, Crews, allowed, seed
 from test_failure import left_in_shm
 
 pytestmark = ON_X86_64
@@ -147,7 +147,7 @@ def test_fewer_sms() -> None:
 @pytest.mark.parametrize("how", ["kill", "mute"])
 def test_cut_link(how: str) -> None:
     """A write fails, or is never heard of again: every rank names an end of the link, and all go on after reset()."""
-    timeout = 10.0 if how == "kill" else 5.0
+    timeout = allowed(10.0 if how == "kill" else 5.0)
     case = Case(seed(), 3, transport="proxy:tcp", max_tokens=8, hidden=64)
     with Crew(3, {"PPLX_COMM_CHAOS": f"seed={seed()},delay=0.1,{how}=0-2@40"}) as crew:
         results: list[dict[str, Any]] = crew.run("emulated:call", module(), "chaos_cases:until_failure", case, timeout, again=True)

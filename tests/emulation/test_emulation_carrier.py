@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from cases import Case
 from emulation_cases import ON_X86_64, PARTS, case_of, module, numbers
-from harness import Crew, Crews, seed
+from harness import Crew, Crews, allowed, seed
 
 pytestmark = [ON_X86_64, pytest.mark.slow]
 
@@ -80,8 +80,9 @@ def test_across_the_wrap_of_steps_by_kernels(crew: Crews) -> None:
 def test_a_put_that_lands_after_its_generation(near: str) -> None:
     """A step gives up on a put that comes later than the reset: it must not count in the new generation, nor lie in its blocks."""
     case = Case(seed(), 3, num_experts=9, top_k=3, hidden=64, max_tokens=8, in_flight=2, transport="nvshmem")
-    with Crew(3, {"PPLX_EMULATION_NEAR": near, "PPLX_EMULATION_LATE": "7500@100"}) as crew:
-        for r in crew.run("emulated:call", module(), "chaos_cases:until_failure", case, 3.0, again=True):
+    timeout = allowed(3.0)
+    with Crew(3, {"PPLX_EMULATION_NEAR": near, "PPLX_EMULATION_LATE": f"{2500 * timeout:.0f}@100"}) as crew:
+        for r in crew.run("emulated:call", module(), "chaos_cases:until_failure", case, timeout, again=True):
             assert r.get("is_peer") and r["is_timeout"], r
 
 

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from cases import Case
 from emulation_cases import CHAOS, ON_X86_64, module, numbers, piece_case
-from harness import Crew, seed
+from harness import Crew, allowed, seed
 from open_step_cases import small_case
 from test_failure import check_survivors
 
@@ -75,8 +75,9 @@ def test_several_all_to_alls_in_pieces() -> None:
 def test_a_piece_that_lands_after_its_generation(near: str, late: int) -> None:
     """A piece, or a credit, comes later than the reset: it must not count in the new generation."""
     case = Case(seed(), 3, num_experts=9, top_k=3, hidden=64, max_tokens=30, in_flight=2, crowd="full", transport="nvshmem")
-    with Crew(3, {"PPLX_EMULATION_NEAR": near, "PPLX_EMULATION_LATE": f"6750@{late}"}) as crew:
-        for r in crew.run("emulated:in_pieces", module(), 4, "chaos_cases:until_failure", case, 3.0, again=True):
+    timeout = allowed(3.0)
+    with Crew(3, {"PPLX_EMULATION_NEAR": near, "PPLX_EMULATION_LATE": f"{2250 * timeout:.0f}@{late}"}) as crew:
+        for r in crew.run("emulated:in_pieces", module(), 4, "chaos_cases:until_failure", case, timeout, again=True):
             assert r.get("is_peer") and r["is_timeout"], r
 
 

@@ -13,6 +13,8 @@ from harness import until
 import pplx_comm as pc
 
 TIMEOUT = 1.0
+SLOWER = {"cpu": 1.0, "cuda": 3.0}
+"""Times as much for a device: kernels may be emulated."""
 LATE = 2.95 * TIMEOUT
 """Shortly before a time that began anew at each timeout would end: it must begin at the end of the busy time."""
 
@@ -21,7 +23,7 @@ def _all_to_all(me: Any, transport: str, device: str = "cpu", **more: Any) -> pc
     provider = transport.partition(":")[2] or None
     more = {"node_size": 1, **more} if transport == "nvshmem" else more
     a2a = pc.AllToAll(
-        me.comm, num_experts=4, top_k=1, hidden=16, max_tokens_per_rank=4, dtype=torch.float32, timeout=TIMEOUT,
+        me.comm, num_experts=4, top_k=1, hidden=16, max_tokens_per_rank=4, dtype=torch.float32, timeout=TIMEOUT * SLOWER[device],
         transport=transport.partition(":")[0], provider=provider, device=device, **more,
     )  # fmt: skip
     a2a.warmup()  # the first step has more time
@@ -45,7 +47,7 @@ def late_step(me: Any, transport: str, late: int, busy: bool, device: str = "cpu
             with me.comm.busy("compiling"), me.comm.busy("and more"):
                 me.say("busy")
                 me.hear()
-                time.sleep(LATE)  # being late is the subject
+                time.sleep(LATE * SLOWER[device])  # being late is the subject
             worst = _step(a2a)
         else:
             me.say("busy")

@@ -8,11 +8,11 @@ There are three ways to start a rank: forked from the nest, which has torch alre
 torch (Crew(wrap=...) or spawn=True); a thread of a process that has them all (threads.run).
 """
 
-from harness.crew import Crew, Crews, RankFailed, run_ranks, started
+from harness.crew import Crew, Crews, RankFailed, allowed, run_ranks, started
 from harness.environment import FOLDERS, ROOT, TESTS, clean_environment, control_plane_only, seed
 from harness.member import Member, until
 
 __all__ = [
-    "FOLDERS", "ROOT", "TESTS", "Crew", "Crews", "Member", "RankFailed", "clean_environment", "control_plane_only", "run_ranks", "seed",
-    "started", "until",
+    "FOLDERS", "ROOT", "TESTS", "Crew", "Crews", "Member", "RankFailed", "allowed", "clean_environment", "control_plane_only",
+    "run_ranks", "seed", "started", "until",
 ]  # fmt: skip
