@@ -16,7 +16,7 @@ CPU, GPU = torch.device("cpu"), torch.device("cuda", 1)
 
 @pytest.mark.parametrize("sees", [False, True])
 def test_a_gpu_where_torch_sees_one(sees: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pplx_comm._cuda", SimpleNamespace(device_count=lambda: 2))
+    monkeypatch.setattr("pplx_comm.gpus.built", lambda: SimpleNamespace(device_count=lambda: 2))
     monkeypatch.setattr(torch.cuda, "is_available", lambda: sees)
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 1)
     assert [device_of(given) for given in (None, "cpu", "cuda")] == [GPU if sees else CPU, CPU, GPU]

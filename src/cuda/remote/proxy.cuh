@@ -233,7 +233,7 @@ __device__ inline char* parts_word(const Common& k, char* memory, std::uint32_t 
   });
 }
 
-static __device__ __noinline__ bool row_was_passed_on(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t row) {
+[[maybe_unused]] static __device__ __noinline__ bool row_was_passed_on(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t row) {
   return wait_for_parts(k, parts_word(k, k.peers[k.c.rank], step, op, peer), phase, step, peer, parts_of(k, op).part_of(row) + 1) != 0;
 }
 
