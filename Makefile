@@ -47,8 +47,9 @@ endif
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
 
+# Without MAKEFLAGS: ninja cannot use the jobserver of make -j2.
 build: $(deps) $(BUILD)/.configured $(installed)  ## environment, library and extension modules, in place
-	cmake --build $(BUILD)
+	MAKEFLAGS= cmake --build $(BUILD)
 
 # The environment. A stamp, so that a warm make does no pip work.
 $(VENV)/.deps: constraints.txt tools/install_deps.sh
