@@ -104,7 +104,8 @@ T* pointer(Address address) {
 std::shared_ptr<Exchange> make_exchange(const Config& config, std::shared_ptr<SharedMemory> own,
                                         const std::map<std::uint32_t, std::shared_ptr<SharedMemory>>& peers,
                                         const std::vector<std::uint32_t>& remote, bool proxied, bool blocks_on_gpu, bool gdrcopy,
-                                        int device, double timeout, std::uint32_t num_sms, std::uint32_t large_tokens, std::uint32_t sending_share
+                                        int device, double timeout, std::uint32_t num_sms, std::uint32_t large_tokens,
+                                        std::uint32_t sending_share
 #ifdef PPLX_CARRIER
                                         ,
                                         Address symmetric, std::uint64_t symmetric_bytes, const std::vector<std::uint32_t>& pes
@@ -135,7 +136,8 @@ void bind_structs(py::module_& m) {
                 Launch::required<&cuda::Launch::plan>("plan"), Launch::required<&cuda::Launch::buffer>("buffer"),
                 Launch::field<&cuda::Launch::hooks>("hooks")});
   using Tokens = BoundStruct<cuda::Tokens>;
-  Tokens::bind(m, "Tokens", "Inputs of a dispatch: addresses, 0 for none, and strides in bytes. A receive half takes the count alone, in pieces all.",
+  Tokens::bind(m, "Tokens",
+               "Inputs of a dispatch: addresses, 0 for none, and strides in bytes. A receive half takes the count alone, in pieces all.",
                {Tokens::required<&cuda::Tokens::count>("count"), Tokens::field<&cuda::Tokens::x>("x"),
                 Tokens::field<&cuda::Tokens::stride>("stride"), Tokens::field<&cuda::Tokens::ids>("ids"),
                 Tokens::field<&cuda::Tokens::wide_ids>("wide_ids"), Tokens::field<&cuda::Tokens::weights>("weights"),
@@ -147,7 +149,8 @@ void bind_structs(py::module_& m) {
                  Outputs::required<&cuda::Outputs::weights>("weights")});
   using ExpertOutputs = BoundStruct<cuda::ExpertOutputs>;
   ExpertOutputs::bind(
-      m, "ExpertOutputs", "Inputs of a combine: addresses, 0 for none, and a stride in bytes. A receive half takes uses_weights alone, in pieces all.",
+      m, "ExpertOutputs",
+      "Inputs of a combine: addresses, 0 for none, and a stride in bytes. A receive half takes uses_weights alone, in pieces all.",
       {ExpertOutputs::field<&cuda::ExpertOutputs::expert_out>("expert_out"), ExpertOutputs::field<&cuda::ExpertOutputs::stride>("stride"),
        ExpertOutputs::field<&cuda::ExpertOutputs::rows>("rows"), ExpertOutputs::required<&cuda::ExpertOutputs::weighted>("weighted"),
        ExpertOutputs::required<&cuda::ExpertOutputs::uses_weights>("uses_weights"),
@@ -230,8 +233,8 @@ void bind_exchange(py::module_& m) {
           [](const Exchange& e, std::uint32_t tokens) {
             py::list launches;
             for (const Exchange::Explained& l : e.explain(tokens))
-              launches.append(py::dict(py::arg("call") = l.call, py::arg("kernel") = l.kernel, py::arg("grid") = l.grid, py::arg("block") = l.block,
-                                       py::arg("shared_bytes") = l.smem, py::arg("why") = l.why));
+              launches.append(py::dict(py::arg("call") = l.call, py::arg("kernel") = l.kernel, py::arg("grid") = l.grid,
+                                       py::arg("block") = l.block, py::arg("shared_bytes") = l.smem, py::arg("why") = l.why));
             return launches;
           },
           py::arg("tokens"), "The launches of a step of this many tokens, and why.")

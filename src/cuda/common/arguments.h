@@ -69,8 +69,7 @@ inline constexpr std::uint32_t kFlagsAlike = kReleased | kUsesWeights | kHasTail
 // The same for how many tokens replicas passed; where that is equal, their ids differ.
 inline constexpr std::uint64_t kTokens = 1ull << 62;
 
-// The same for blocks in pieces: `expected` has the round, and whether it is waited for that the peer reads it, not that it sends
-// it.
+// Bits of `expected` for blocks in pieces: it has the round; kToBeRead: the peer must read it, else send it.
 inline constexpr std::uint64_t kRound = 1ull << 60, kToBeRead = 1ull << 59;
 
 // Division by a number that stays the same, for small dividends: dividend * divisor below 2^32.

@@ -43,7 +43,7 @@ constexpr bool sends_few(std::uint64_t rows, std::uint32_t strips, std::uint32_t
   return rows * strips <= std::uint64_t{kCombineWarps} * blocks;
 }
 
-// Where every warp would send several runs of strips, some of them receive from the start, while the link is behind.
+// Warps that receive from the start, while the link is behind, in a combine whose warps would send several runs of strips each.
 inline constexpr std::uint32_t kReceiversOfCombine = 4;
 constexpr std::uint32_t receivers_of_combine(std::uint32_t units, std::uint32_t blocks) {
   return units > 2 * kCombineWarps * blocks ? kReceiversOfCombine : 0;

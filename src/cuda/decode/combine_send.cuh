@@ -140,7 +140,7 @@ __device__ inline void send_combine_header(const CombineArguments& a, std::uint3
     if (s.may_send) CombineExtras<kMappedOnly>::send_header(k, step, peer, block, rows, flags, parts);
 }
 
-// Where the row's sums come from, a choice in each lane: loaded before it is known whether there is such a row.
+// A row's sources, a choice in each lane: loaded before it is known whether there is such a row.
 struct Places {
   std::uint32_t choices = 1, out_row = kNone;
   float weight = 1.0f;

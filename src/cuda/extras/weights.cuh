@@ -75,7 +75,7 @@ __device__ inline bool sent_weight(const CombineArguments& a, std::uint32_t step
 }
 
 // Strips wait for peers' weights, so these come first: before any warp of a block waits, all of them have been begun by blocks that run.
-// By `warps` warps of the block, of which this is number `warp`.
+// Sends weights: `warps` warps of the block, of which this is number `warp`.
 [[maybe_unused]] static __device__ __noinline__ void send_all_weights(const CombineArguments& a, std::uint32_t step, std::uint32_t warp, std::uint32_t warps) {
   const Common& k = a.common;
   const std::uint32_t all = k.living + (k.remote != 0 ? 1 : 0);

@@ -13,8 +13,8 @@ struct ArrivedRow {
   float weight;
 };
 
-// Where this lane's choice of a row goes, as far as the rest of the row says. place: of the route, if the choice is here. False: it
-// is not one that the source may send.
+// Finds the output row of this lane's choice, as far as the rest of the row says. place: the route's, if the choice is here. False:
+// the source must not send it.
 __device__ inline bool find_place(const DispatchArguments& a, bool here, std::uint32_t place, const Experts& e, ArrivedRow& r) {
   const Common& k = a.common;
   const bool compact = k.c.layout == LayoutKind::Compact;

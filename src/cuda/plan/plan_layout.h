@@ -1,4 +1,4 @@
-// Where the parts of a PlanView lie in its one allocation.
+// Offsets of the parts of a PlanView in its one allocation.
 #pragma once
 
 #include "../../protocol/pieces.h"
