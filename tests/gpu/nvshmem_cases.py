@@ -89,13 +89,17 @@ def remote(me: Any, case: Case) -> list[int]:
         return list(wiring.peers.remote)
 
 
+def _a_quarter(device: torch.device) -> dict[str, int]:
+    """Makes kernels of two AllToAlls, and PyTorch's, find room beside each other, under MPS too."""
+    return {"num_sms": max(1, torch.cuda.get_device_properties(device).multi_processor_count // 4)}
+
+
 def two(me: Any, case: Case, steps: int) -> None:
     """Two AllToAlls on streams that nothing orders; one is closed and made again, in the memory that it had."""
     device = gpu_cases.gpu_of(me)
     streams = [torch.cuda.Stream(device) for _ in range(2)]
-    # Where both wanted the whole GPU, ranks that began with different ones would wait for each other.
-    half = {"num_sms": torch.cuda.get_device_properties(device).multi_processor_count // 2}
-    opened = [rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0, **half) for _ in range(2)]
+    few = _a_quarter(device)
+    opened = [rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0, **few) for _ in range(2)]
     addresses = [a2a._steps.session.wiring.symmetric.segment.address for a2a in opened]
     assert addresses[0] != addresses[1]
     for step in range(steps):
@@ -109,7 +113,7 @@ def two(me: Any, case: Case, steps: int) -> None:
             me.comm.barrier()  # all have heard what this one has sent
             opened[0].close()
             me.comm.barrier()
-            opened[0] = rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0, **half)
+            opened[0] = rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0, **few)
             assert opened[0]._steps.session.wiring.symmetric.segment.address == addresses[0]
     gpu_cases.settle(device)
     for a2a in opened:
@@ -122,8 +126,7 @@ def remade(me: Any, case: Case, times: int, steps: int) -> None:
     under way. Each step has rows of its own, so one of an AllToAll that was closed before would be seen."""
     device = gpu_cases.gpu_of(me)
     streams = [torch.cuda.Stream(device) for _ in range(2)]
-    # Few: kernels of both, and PyTorch's, find room beside each other, under MPS too.
-    few = {"num_sms": max(1, torch.cuda.get_device_properties(device).multi_processor_count // 4), "timeout": 5.0}
+    few = {**_a_quarter(device), "timeout": 5.0}
     opened = [rank_cases.open_all_to_all(me, case, device=str(device), **few) for _ in range(2)]
     address = opened[0]._steps.session.wiring.symmetric.segment.address
     sums: list[tuple[torch.Tensor, torch.Tensor]] = []
@@ -219,7 +222,7 @@ def begun_by_nvshmem4py(me: Any, case: Case, given: bool) -> bool:
 
 def too_small(me: Any) -> str:
     """Returns the error of a heap without room."""
-    case = Case(1, me.world_size, num_experts=16, top_k=8, hidden=7168, max_tokens=16384, transport="nvshmem")
+    case = Case(1, me.world_size, num_experts=16, top_k=2, hidden=7168, max_tokens=4096, transport="nvshmem")
     try:
         rank_cases.open_all_to_all(me, case, device=str(gpu_cases.gpu_of(me)), timeout=20.0).close()
     except pc.Error as error:
