@@ -44,7 +44,7 @@ def launched(name: str, about: str, minutes: float, script: str) -> Run:
 PROOFS = (
     Run("proof-small", "steps of few tokens: bits, replays, streams, deaths, resets, memcheck", 4, PYTEST + "test_gpu.py"),
     Run("proof-open-steps", "eager steps among replays, refusals", 2, PYTEST + "test_open_steps.py"),
-    Run("proof-bulk", "steps of many tokens", 2, PYTEST + "test_bulk.py"),
+    Run("proof-large", "steps of many tokens", 2, PYTEST + "test_large.py"),
     Run("proof-hooks", "a kernel that spins on d.arrived", 3, PYTEST + "test_hooks_gpu.py"),
     Run("proof-pieces", "blocks in pieces", 9, PYTEST + "test_pieces_gpu.py"),
     Run("proof-replicas", "ranks that hold the same tokens", 2, PYTEST + "test_replicas.py"),

@@ -1,7 +1,7 @@
 """Builds, proves and measures what only GPUs can show, within a time.
 
     python tools/on_gpus.py --list                                        what there is, and what this machine can run of it
-    python tools/on_gpus.py --build --minutes 25 --out DIR --only 'large-*,proof-bulk'
+    python tools/on_gpus.py --build --minutes 25 --out DIR --only 'large-*,proof-large'
     python tools/on_gpus.py --out DIR --only 'proof-*' --beside 3         three proofs at a time, which GPUs take by turns
     python tests/gpu/mps.py 2 -- python tools/on_gpus.py --out DIR --only 'proof-*'      two ranks share each GPU: for proofs only
 

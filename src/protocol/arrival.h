@@ -3,13 +3,13 @@
 //
 //   arrival         arrival[set][signal][peer]: generation (32) | step (32). The block of that signal, from that peer, is there. Written
 //                   by the peer, or by this rank's proxy; read by the receive phases.
-//   tagged piece    sixteen bytes: what it says (96) | tag (32), which mixes generation and step. So are counts[set][source][piece], four
-//                   numbers of 24 bits each; the routes of dispatch rows; and the first piece of a combine's header, whose tag is its
+//   tagged vec16    sixteen bytes: what it says (96) | tag (32), which mixes generation and step. So are counts[set][source][vec16], four
+//                   numbers of 24 bits each; the routes of dispatch rows; and the first vec16 of a combine's header, whose tag is its
 //                   step and generation. Written by the source's GPU; read by dispatch_recv and combine_recv.
-//   blank           in the place of a row: all ones, so this piece of 16 bytes is not there yet. Its reader makes it blank again.
+//   blank           in the place of a row: all ones, so this vec16 is not there yet. Its reader makes it blank again.
 //                   So are the payload and the scales of a block's first dispatch rows (kShowingRows), and all combine rows, whose
 //                   sums never look so.
-//   in-row arrival  behind each dispatch row that is not among those first ones, or of which some piece looks blank; and behind a combine
+//   in-row arrival  behind each dispatch row that is not among those first ones, or of which some vec16 looks blank; and behind a combine
 //                   row that has a tail. Like arrival, for that row or tail alone. Written by the source's GPU; read by
 //                   dispatch_recv and combine_recv.
 //
@@ -24,7 +24,7 @@
 //   device, carrier   dispatch: counts       dispatch: rows            combine: rows                  combine: header
 //   cpu, mapped       Header word, header    Dispatch word             Combine word                   Combine word
 //   cpu, proxy        Dispatch word          Dispatch word             Combine word                   Combine word
-//   cuda, mapped      tagged pieces          blanks, in-row words      blanks; tails: in-row words    tagged piece
+//   cuda, mapped      tagged vec16s          blanks, in-row words      blanks; tails: in-row words    tagged vec16
 //   cuda, proxy       Dispatch word          pieces                    pieces                         Combine word
 //
 // Weights blocks have the Weights word, rows between replicas come as the rows of a combine do, with the Slice word for their
@@ -56,15 +56,15 @@ constexpr std::uint32_t tag_of(std::uint32_t generation, std::uint32_t step) {
   return tag == kBlank ? tag >> 1 : tag;
 }
 
-// The first three words of a tagged piece that has four numbers.
+// The first three words of a tagged vec16 that has four numbers.
 struct PackedNumbers {
   std::uint32_t words[3];
 };
 constexpr std::uint32_t kMostOfNumber = 0xffffffu;
-constexpr PackedNumbers pack_numbers(const std::uint32_t (&n)[kNumbersOfPiece]) {
+constexpr PackedNumbers pack_numbers(const std::uint32_t (&n)[kNumbersOfVec16]) {
   return {{n[0] | n[3] << 24, n[1] | (n[3] >> 8 & 0xffu) << 24, n[2] | n[3] >> 16 << 24}};
 }
-constexpr void unpack_numbers(const PackedNumbers& p, std::uint32_t (&n)[kNumbersOfPiece]) {
+constexpr void unpack_numbers(const PackedNumbers& p, std::uint32_t (&n)[kNumbersOfVec16]) {
   for (int i = 0; i < 3; ++i) n[i] = p.words[i] & kMostOfNumber;
   n[3] = p.words[0] >> 24 | p.words[1] >> 24 << 8 | p.words[2] >> 24 << 16;
 }

@@ -50,7 +50,7 @@ struct BlockHeader {
 static_assert(sizeof(BlockHeader) == 64, "the header travels as it is");
 
 inline constexpr std::uint32_t kWordBytes = 8;
-inline constexpr std::uint32_t kPieceBytes = 16;  // a GPU stores and loads a piece whole or not at all
+inline constexpr std::uint32_t kVec16Bytes = 16;  // a GPU stores and loads one whole or not at all
 
 struct BlockLayout {
   std::uint32_t header_bytes = 0;

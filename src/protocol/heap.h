@@ -21,17 +21,17 @@ constexpr Signal signal_of(Op op) {
   return op == Op::Dispatch ? Signal::Dispatch : op == Op::Combine ? Signal::Combine : Signal::Weights;
 }
 
-// Counts travel as pieces of sixteen bytes, four numbers each: those of the local experts. Another piece begins with the rows, and
+// Counts travel as vec16s, four numbers each: those of the local experts. Another vec16 begins with the rows, and
 // where there are replicas one has what they compare: the number of tokens, and the digest of their ids, 21 bits in each number.
-inline constexpr std::uint32_t kNumbersOfPiece = 4;
-constexpr std::uint32_t expert_pieces(const Config& c) { return ceil_div(experts_per_rank(c), kNumbersOfPiece); }
+inline constexpr std::uint32_t kNumbersOfVec16 = 4;
+constexpr std::uint32_t expert_vec16s(const Config& c) { return ceil_div(experts_per_rank(c), kNumbersOfVec16); }
 
 struct Heap {
   std::uint64_t arrival = 0;            // u64 [in_flight][kSignals][world]
   std::uint64_t pieces = 0;             // u64 [in_flight][kPieceOps][world]
   std::uint64_t consumed = 0;           // u64 [in_flight][kPieceOps][world]
   std::uint64_t later_signals = 0;      // u64 [in_flight][kPieceOps][kMostParts - 1][world]: signals.h
-  std::uint64_t counts = 0;             // pieces of sixteen bytes [in_flight]: [world] rows, [world][expert_pieces] choices, [world] what replicas compare,
+  std::uint64_t counts = 0;             // vec16s [in_flight]: [world] rows, [world][expert_vec16s] choices, [world] what replicas compare,
                                         // on GPUs in pieces [world][most_rounds]
   std::uint64_t counts_bytes = 0, source_bytes = 0;  // sizes of a set's counts, and of one source's
   std::uint64_t slots[kOps] = {};       // blocks [in_flight][world], by the op that fills them
@@ -42,7 +42,7 @@ struct Heap {
   std::uint64_t place_bytes[kOps] = {}; // only in an AllToAll in pieces
   std::uint64_t slices = 0;              // blocks [in_flight][replicas]; none without replicas
   std::uint64_t slice_bytes = 0;        // size of one
-  std::uint64_t offers = 0;             // pieces of sixteen bytes [in_flight][world]: where in its heap a peer has this rank's first row of a combine
+  std::uint64_t offers = 0;             // vec16s [in_flight][world]: where in its heap a peer has this rank's first row of a combine
   std::uint64_t made = 0, made_bytes = 0;  // experts' outputs, [lent]; bytes of one
   std::uint64_t mailbox = 0;            // u64 [in_flight][kOps][world], then credits [in_flight][kPieceOps][world]
   std::uint64_t outgoing = 0;           // u64 [in_flight][kOps][world]: where the announced block starts in this heap
@@ -79,7 +79,7 @@ struct Heap {
   }
   // most: most_rounds().
   constexpr std::uint64_t round_at(const Config& c, std::uint32_t set, std::uint32_t source, std::uint32_t most, std::uint32_t round) const {
-    return counts_at(c, set, c.world) + kPieceBytes * (std::uint64_t{c.replicas > 1 ? c.world : 0} + std::uint64_t{source} * most + round);
+    return counts_at(c, set, c.world) + kVec16Bytes * (std::uint64_t{c.replicas > 1 ? c.world : 0} + std::uint64_t{source} * most + round);
   }
   // Index of a credit among the mailbox's words.
   constexpr std::uint64_t credit_index(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
@@ -92,13 +92,13 @@ struct Heap {
   constexpr std::uint64_t piece_at(Op op, std::uint32_t piece) const { return place_bytes[std::uint32_t(op)] * (piece % kPlaces); }
   // How many rows it sends, how many of them show by themselves, and whether it has many tokens: 1.
   constexpr std::uint64_t rows_at(const Config&, std::uint32_t set, std::uint32_t peer) const {
-    return counts + counts_bytes * set + std::uint64_t{kPieceBytes} * peer;
+    return counts + counts_bytes * set + std::uint64_t{kVec16Bytes} * peer;
   }
   constexpr std::uint64_t compared_at(const Config& c, std::uint32_t set, std::uint32_t peer) const {
-    return counts_at(c, set, c.world) + std::uint64_t{kPieceBytes} * peer;
+    return counts_at(c, set, c.world) + std::uint64_t{kVec16Bytes} * peer;
   }
   constexpr std::uint64_t counts_at(const Config& c, std::uint32_t set, std::uint32_t peer) const {
-    return counts + counts_bytes * set + std::uint64_t{kPieceBytes} * c.world + source_bytes * peer;
+    return counts + counts_bytes * set + std::uint64_t{kVec16Bytes} * c.world + source_bytes * peer;
   }
   constexpr std::uint64_t slot_at(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
     return slots[std::uint32_t(op)] + slot_bytes[std::uint32_t(op)] * (std::uint64_t{set} * c.world + peer);
@@ -107,12 +107,12 @@ struct Heap {
     return slices + slice_bytes * (std::uint64_t{set} * c.replicas + rank % c.replicas);
   }
   constexpr std::uint64_t offer_at(const Config& c, std::uint32_t set, std::uint32_t peer) const {
-    return offers + std::uint64_t{kPieceBytes} * (std::uint64_t{set} * c.world + peer);
+    return offers + std::uint64_t{kVec16Bytes} * (std::uint64_t{set} * c.world + peer);
   }
   constexpr std::uint64_t made_at(std::uint32_t buffer) const { return made + made_bytes * buffer; }
   // True if `bytes` bytes of rows from there on are in one buffer. A copy takes sixteen bytes at least.
   constexpr bool has_made(const Config& c, std::uint64_t at, std::uint64_t bytes) const {
-    return at >= made && at < made_at(c.lent) && at % kPieceBytes == 0 && (at - made) % made_bytes + bytes <= made_bytes;
+    return at >= made && at < made_at(c.lent) && at % kVec16Bytes == 0 && (at - made) % made_bytes + bytes <= made_bytes;
   }
   constexpr std::uint64_t word_index(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
     return (std::uint64_t{set} * kOps + std::uint32_t(op)) * c.world + peer;

@@ -20,8 +20,8 @@ constexpr Heap heap_of(const Config& c) {
     at = align_up(in_pieces(c) ? h.consumed + words : h.later_signals + words * (kMostParts - 1), page);
   }
   h.counts = at;
-  h.source_bytes = std::uint64_t{kPieceBytes} * expert_pieces(c);
-  h.counts_bytes = c.world * (h.source_bytes + kPieceBytes * ((c.replicas > 1 ? 2 : 1) + std::uint64_t{most_rounds(c)}));
+  h.source_bytes = std::uint64_t{kVec16Bytes} * expert_vec16s(c);
+  h.counts_bytes = c.world * (h.source_bytes + kVec16Bytes * ((c.replicas > 1 ? 2 : 1) + std::uint64_t{most_rounds(c)}));
   at = align_up(at + h.counts_bytes * c.in_flight, page);
   h.in_pieces = in_pieces(c);
   h.in_parts = in_parts(c);
@@ -43,7 +43,7 @@ constexpr Heap heap_of(const Config& c) {
   }
   if (c.lent != 0) {
     h.offers = at;
-    h.made = align_up(h.offers + std::uint64_t{kPieceBytes} * c.in_flight * c.world, page);
+    h.made = align_up(h.offers + std::uint64_t{kVec16Bytes} * c.in_flight * c.world, page);
     h.made_bytes = align_up(std::uint64_t{c.max_rows} * c.hidden * dtype_bytes(c.dtype), page);
     at = h.made_at(c.lent);
   }

@@ -4,7 +4,7 @@
 //
 // `index` counts the choices that this source sends to that expert, in (token, k) order. Entries follow in k order.
 //
-// GPUs write a piece of sixteen bytes for each k, here or not: place or kNowhere, weight, token, the step's tag (arrival.h).
+// GPUs write a vec16 for each k, here or not: place or kNowhere, weight, token, the step's tag (arrival.h).
 #pragma once
 
 #include "config.h"

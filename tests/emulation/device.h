@@ -65,13 +65,13 @@ inline std::uint64_t nanoseconds() {
   return static_cast<std::uint64_t>(std::chrono::nanoseconds(std::chrono::steady_clock::now().time_since_epoch()).count());
 }
 
-inline void store_piece(char* to, const uint4& v) {
+inline void store_vec16(char* to, const uint4& v) {
   emulation::maybe_yield();
   __int128 piece;
   std::memcpy(&piece, &v, sizeof piece);
   __atomic_store_n(reinterpret_cast<__int128*>(to), piece, __ATOMIC_RELEASE);
 }
-inline uint4 load_piece(const char* from) {
+inline uint4 load_vec16(const char* from) {
   emulation::maybe_yield();
   const __int128 piece = __atomic_load_n(reinterpret_cast<const __int128*>(from), __ATOMIC_ACQUIRE);
   uint4 v;

@@ -285,8 +285,8 @@ def all_in_pieces(me: Any, module: str, whole: int, name: str, cases: list[Case]
         return call(me, module, name, [in_pieces_of(case, on_gpu=True) for case in cases], *args)
 
 
-def by_bulk(me: Any, module: str, case: Case) -> list[int]:
-    """How many of a case's dispatches and combines must have gone by bulk copies on this rank: they have."""
+def by_large(me: Any, module: str, case: Case) -> list[int]:
+    """How many of a case's dispatches and combines must have gone by the large kernels on this rank: they have."""
     use(module)
     with rank_cases.open_all_to_all(me, case) as a2a:
         runner = rank_cases.Runner(me, case, a2a)
@@ -307,8 +307,8 @@ def explained(me: Any, module: str, case: Case) -> list[list[dict[str, Any]]]:
         return [a2a.explain(tokens) for tokens in (1, case.max_tokens)]
 
 
-def none_by_bulk(me: Any, module: str, case: Case, apart: list[tuple[int, int]]) -> list[int]:
-    """A case of which nothing goes by bulk copies on this rank, whose remote peers it returns. apart: see gpu_cases.unreachable; all
+def none_by_large(me: Any, module: str, case: Case, apart: list[tuple[int, int]]) -> list[int]:
+    """A case of which nothing goes by the large kernels on this rank, whose remote peers it returns. apart: see gpu_cases.unreachable; all
     ranks are of one node then."""
     use(module)
     where = {"node_size": None} if apart else {}

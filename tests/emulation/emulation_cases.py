@@ -19,7 +19,7 @@ from test_cpp import build
 CHAOS = "delay=0.3,shuffle=0.5,split=0.3,duplicate=0.1,replay=0.05,again=0.1"
 PARTS = {"PPLX_COMM_PART_BYTES": "500"}
 """Blocks for other nodes leave in parts of a few rows."""
-BULK = {"PPLX_COMM_LARGE_TOKENS": "1"}
+LARGE = {"PPLX_COMM_LARGE_TOKENS": "1"}
 """All dispatches are of many tokens."""
 # Fibers change stacks in its assembler.
 ON_X86_64 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the emulation is for x86-64")

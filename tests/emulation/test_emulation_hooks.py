@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 from cases import Case
-from emulation_cases import BULK, CHAOS, ON_X86_64, case_of, module, numbers, piece_case
+from emulation_cases import CHAOS, LARGE, ON_X86_64, case_of, module, numbers, piece_case
 from harness import Crew, Crews, seed
 from open_step_cases import small_case
 
@@ -20,7 +20,7 @@ def test_hooks(crew: Crews, transport: str) -> None:
 
 
 @pytest.mark.parametrize("least", [1, 4])
-def test_hooks_of_bulk_copies(least: int) -> None:
+def test_hooks_of_large_steps(least: int) -> None:
     with Crew(2, {"PPLX_COMM_LARGE_TOKENS": str(least)}) as crew:
         for number in numbers(8):
             crew.run("emulated:call", module(), "hook_cases:hooked", case_of(41_000 + 1000 * least, number, 2, "mapped"))
@@ -31,18 +31,18 @@ def test_hooks_of_bulk_copies(least: int) -> None:
             crew.run("emulated:call", module(), "hook_cases:hooked", case, timeout=200)
 
 
-@pytest.mark.parametrize("bulk", [False, True])
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize(("align", "zero_pad"), [(1, True), (48, True), (128, False), (256, True)])
-def test_hooks_of_alignments(align: int, zero_pad: bool, bulk: bool) -> None:
+def test_hooks_of_alignments(align: int, zero_pad: bool, large: bool) -> None:
     case = Case(seed(), 2, num_experts=6, top_k=2, hidden=32, max_tokens=150, align=align, zero_pad=zero_pad)
-    with Crew(2, BULK if bulk else {}) as crew:
+    with Crew(2, LARGE if large else {}) as crew:
         crew.run("emulated:call", module(), "hook_cases:hooked", case, timeout=120)
         assert crew.run("emulated:call", module(), "hook_cases:plain", case) == crew.run("hook_cases:plain", case)
 
 
-@pytest.mark.parametrize("bulk", [False, True])
-def test_hooks_with_one_resident_thread_block(bulk: bool) -> None:
-    with Crew(2, {**(BULK if bulk else {}), "PPLX_EMULATION_ROOM": "1", "PPLX_EMULATION_SMS": "7"}) as crew:
+@pytest.mark.parametrize("large", [False, True])
+def test_hooks_with_one_resident_thread_block(large: bool) -> None:
+    with Crew(2, {**(LARGE if large else {}), "PPLX_EMULATION_ROOM": "1", "PPLX_EMULATION_SMS": "7"}) as crew:
         for number in numbers(4):
             crew.run("emulated:call", module(), "hook_cases:hooked", case_of(43_000, number, 2, "mapped"))
 
@@ -78,11 +78,11 @@ def test_mistakes_with_hooks(crew: Crews) -> None:
         assert len(said) == 6 and "nothing" not in said, said
 
 
-@pytest.mark.parametrize("bulk", [False, True])
+@pytest.mark.parametrize("large", [False, True])
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_hooks_in_a_graph(in_flight: int, bulk: bool) -> None:
+def test_hooks_in_a_graph(in_flight: int, large: bool) -> None:
     case = small_case(seed(), 2, in_flight, layout="padded")
-    with Crew(2, BULK if bulk else {}) as crew:
+    with Crew(2, LARGE if large else {}) as crew:
         crew.run("emulated:call", module(), "hook_cases:replayed", case, 2, 10, timeout=120)
 
 

@@ -1,4 +1,4 @@
-"""Dispatches and combines of many tokens, in bulk copies, as steps of few take them here."""
+"""Dispatches and combines of many tokens, by the large kernels, as steps of few take them here."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cases import Case
-from emulation_cases import BULK, ON_X86_64, case_of, module, numbers, run_refused
+from emulation_cases import LARGE, ON_X86_64, case_of, module, numbers, run_refused
 from harness import Crew, seed
 from open_step_cases import small_case
 
@@ -18,7 +18,7 @@ pytestmark = [ON_X86_64, pytest.mark.slow]
 
 @pytest.mark.parametrize("least", [1, 4])
 @pytest.mark.parametrize("world", [1, 2, 4])
-def test_bulk_copies(world: int, least: int) -> None:
+def test_large_steps(world: int, least: int) -> None:
     """Ranks with fewer tokens take the other way, in the same step."""
     with Crew(world, {"PPLX_COMM_LARGE_TOKENS": str(least)}) as crew:
         for number in numbers(8):
@@ -26,9 +26,9 @@ def test_bulk_copies(world: int, least: int) -> None:
 
 
 @pytest.mark.parametrize("room", [1, 2, 7])
-def test_bulk_copies_with_one_resident_thread_block(room: int) -> None:
+def test_large_steps_with_one_resident_thread_block(room: int) -> None:
     """It counts the chunks that the others would have counted, and sends all."""
-    with Crew(2, {**BULK, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
+    with Crew(2, {**LARGE, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
         for number in numbers(3):
             crew.run("emulated:call", module(), "rank_cases:exchange", case_of(30_000, number, 2, "mapped"))
         for tokens in (3, 60):
@@ -39,7 +39,7 @@ def test_bulk_copies_with_one_resident_thread_block(room: int) -> None:
 @pytest.mark.parametrize(("share", "room"), [(1, 7), (40, 7), (80, 2), (40, 1)])
 def test_some_thread_blocks_send_and_others_receive(share: int, room: int) -> None:
     """In percent of seven, of which `room` run at a time."""
-    env = {**BULK, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7", "PPLX_COMM_SENDING_SHARE": str(share)}
+    env = {**LARGE, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7", "PPLX_COMM_SENDING_SHARE": str(share)}
     with Crew(2, env) as crew:
         for number in numbers(4):
             crew.run("emulated:call", module(), "rank_cases:exchange", case_of(34_000, number, 2, "mapped"))
@@ -66,10 +66,10 @@ def test_explain_names_the_kernels_of_a_step(layout: str, large: str) -> None:
             assert of_all[0]["shared_bytes"] > of_one[0]["shared_bytes"] > 0
 
 
-def test_bulk_copies_of_many_chunks() -> None:
+def test_large_steps_of_many_chunks() -> None:
     """More than the thread blocks begin with, and rows of several tiles and parts."""
     counts: list[list[list[int]]] = []
-    with Crew(2, BULK) as crew:
+    with Crew(2, LARGE) as crew:
         for number, (wire, dtype, hidden, tokens) in enumerate(
             [
                 ("native", "bfloat16", 8192, 30),
@@ -82,14 +82,14 @@ def test_bulk_copies_of_many_chunks() -> None:
             case = Case(
                 seed() + number, 2, num_experts=10, top_k=3, hidden=hidden, max_tokens=tokens, wire=wire, dtype=dtype, steps=3
             )
-            counts.append(crew.run("emulated:by_bulk", module(), case, timeout=200))
+            counts.append(crew.run("emulated:by_large", module(), case, timeout=200))
     assert all(sum(rank[i] for case_of_ranks in counts for rank in case_of_ranks) > 0 for i in (0, 1)), counts
 
 
 @pytest.mark.parametrize(("world", "room"), [(1, 7), (2, 1), (2, 7), (4, 2), (9, 7)])
-def test_bulk_copies_of_compact_rows(world: int, room: int) -> None:
+def test_large_steps_of_compact_rows(world: int, room: int) -> None:
     """Rows have numbers without a plan, for up to eight ranks. Some tokens choose no expert, or one expert several times."""
-    with Crew(world, {**BULK, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
+    with Crew(world, {**LARGE, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
         cases = [("sparse", 3, 150), ("repeats", 8, 70), ("zipf", 1, 90), ("repeats", 6, 80)]
         if (world, room) == (2, 7):
             cases += [("repeats", 8, 1700), ("repeats", 6, 800)]  # more than warps count at once
@@ -125,16 +125,16 @@ def test_ranks_of_which_one_would_fetch_are_refused() -> None:
 
 
 def test_memory_that_is_lent_and_held() -> None:
-    with Crew(2, BULK) as crew:
+    with Crew(2, LARGE) as crew:
         case = Case(seed(), 2, num_experts=5, top_k=3, hidden=64, max_tokens=40, wire="fp8", layout="compact", crowd="full")
         crew.run("emulated:call", module(), "lent_cases:held_as_long_as_wanted", case)
 
 
 @pytest.mark.parametrize("scale_layout", ["row", "tma"])
 @pytest.mark.parametrize("wire", ["fp8", "mxfp8"])
-def test_bulk_copies_of_tokens_that_are_codes(wire: str, scale_layout: str) -> None:
+def test_large_steps_of_tokens_that_are_codes(wire: str, scale_layout: str) -> None:
     """In some steps the caller has quantised. Rows of one scale and of more than a warp has lanes for, and of several parts."""
-    with Crew(2, BULK) as crew:
+    with Crew(2, LARGE) as crew:
         for hidden in (272, 20480):
             case = Case(
                 seed(), 2, num_experts=6, top_k=2, hidden=hidden, max_tokens=20, wire=wire, scale_layout=scale_layout, steps=6
@@ -146,9 +146,9 @@ def test_bulk_copies_of_tokens_that_are_codes(wire: str, scale_layout: str) -> N
     ("dtype", "layout"),
     [("float32", "ragged"), ("bfloat16", "ragged"), ("bfloat16", "padded"), ("bfloat16", "compact"), ("float16", "compact")],
 )
-def test_bulk_copies_of_sums(dtype: str, layout: str) -> None:
+def test_large_steps_of_sums(dtype: str, layout: str) -> None:
     """Tokens with no rows, one, two and more, of which this rank's own are the first, the last, or between."""
-    with Crew(4, BULK) as crew:
+    with Crew(4, LARGE) as crew:
         case = Case(
             seed(), 4, num_experts=10, top_k=2, hidden=144, max_tokens=30, dtype=dtype, layout=layout, routing="sparse", steps=4
         )
@@ -157,9 +157,9 @@ def test_bulk_copies_of_sums(dtype: str, layout: str) -> None:
 
 
 @pytest.mark.parametrize("room", [1, 7])
-def test_bulk_copies_of_sums_of_many_rows(room: int) -> None:
+def test_large_steps_of_sums_of_many_rows(room: int) -> None:
     """More of them than a thread block's ring has places for. The last part of a row is a part of one."""
-    with Crew(2, {**BULK, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
+    with Crew(2, {**LARGE, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
         for number, (top_k, hidden) in enumerate(((14, 1040), (16, 144))):
             case = Case(
                 seed() + number, 2, num_experts=20, top_k=top_k, hidden=hidden, max_tokens=20, dtype="bfloat16", crowd="uneven", steps=4,
@@ -168,7 +168,7 @@ def test_bulk_copies_of_sums_of_many_rows(room: int) -> None:
             crew.run("emulated:call", module(), "rank_cases:exchange", case, timeout=200)
 
 
-def test_bulk_copies_beside_rows_that_show() -> None:
+def test_large_steps_beside_rows_that_show() -> None:
     """Rows that are only copied, of sources with many; those of sources with few go out tile by tile, from the same memory."""
     with Crew(4, {"PPLX_COMM_LARGE_TOKENS": "10"}) as crew:
         for number in numbers(4):
@@ -188,7 +188,7 @@ def test_few_rows_of_ranks_with_many_tokens(layout: str) -> None:
 
 
 @pytest.mark.parametrize("wire", ["native", "fp8"])
-def test_bulk_copies_of_any_bits(wire: str) -> None:
+def test_large_steps_of_any_bits(wire: str) -> None:
     """Places are blank again for what comes after."""
     with Crew(2, {"PPLX_COMM_LARGE_TOKENS": "10"}) as crew:
         case = Case(seed(), 2, num_experts=8, top_k=3, hidden=272, max_tokens=20, wire=wire)
@@ -204,7 +204,7 @@ def test_long_rows_of_many_from_ranks_with_few() -> None:
 
 
 @pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
-def test_bulk_copies_and_steps_of_few_in_turn(layout: str) -> None:
+def test_large_steps_and_steps_of_few_in_turn(layout: str) -> None:
     """As on the CPU device, in the same memory."""
     with Crew(2, {"PPLX_COMM_LARGE_TOKENS": "30"}) as crew:
         case = Case(seed(), 2, num_experts=8, top_k=3, hidden=144, max_tokens=80, wire="fp8", layout=layout, align=4)
@@ -213,17 +213,17 @@ def test_bulk_copies_and_steps_of_few_in_turn(layout: str) -> None:
 
 
 @pytest.mark.parametrize("in_flight", [1, 2])
-def test_bulk_copies_among_replays(in_flight: int) -> None:
-    with Crew(2, BULK) as crew:
+def test_large_steps_among_replays(in_flight: int) -> None:
+    with Crew(2, LARGE) as crew:
         case = small_case(seed(), 2, in_flight)
         crew.run("emulated:call", module(), "open_step_cases:interleaved", case, list(range(3)), 12, timeout=120)
         run_refused(crew, "refused", case, "replay", None)
 
 
-def test_bulk_copies_after_a_reset(tmp_path: Path) -> None:
+def test_large_steps_after_a_reset(tmp_path: Path) -> None:
     paths = [str(tmp_path / f"died{i}") for i in range(2)]
     case = Case(seed(), 4, num_experts=10, top_k=4, crowd="uneven", in_flight=2)
-    with Crew(4, BULK) as crew:
+    with Crew(4, LARGE) as crew:
         crew.start("emulated:call", module(), "failure_cases:reset_after", case, [2, 0], paths)
         assert [len(r["rounds"]) for r in crew.collect(120, [1, 3])] == [2, 2]
         crew.leave()
@@ -231,30 +231,30 @@ def test_bulk_copies_after_a_reset(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("near", ["none", "odd"])
 @pytest.mark.parametrize("transport", ["nvshmem", "nvshmem-mixed", "mixed:tcp"])
-def test_no_bulk_copies_across_nodes(transport: str, near: str) -> None:
-    with Crew(4, {**BULK, "PPLX_EMULATION_NEAR": near}) as crew:
+def test_no_large_steps_across_nodes(transport: str, near: str) -> None:
+    with Crew(4, {**LARGE, "PPLX_EMULATION_NEAR": near}) as crew:
         case = Case(seed(), 4, num_experts=8, top_k=3, hidden=64, max_tokens=20, crowd="full", steps=4, transport=transport)
-        for remote in crew.run("emulated:none_by_bulk", module(), case, []):
+        for remote in crew.run("emulated:none_by_large", module(), case, []):
             assert len(remote) == (2 if transport == "mixed:tcp" else 1 if near == "odd" else 3 if transport == "nvshmem" else 2)
 
 
 @pytest.mark.parametrize("transport", ["auto:tcp", "nvshmem"])
-def test_no_bulk_copies_where_others_are_apart(transport: str) -> None:
+def test_no_large_steps_where_others_are_apart(transport: str) -> None:
     """A rank that maps the memory of all others knows that two of them do not map each other's: these return rows their way."""
-    with Crew(3, BULK) as crew:
+    with Crew(3, LARGE) as crew:
         case = Case(seed(), 3, num_experts=8, top_k=3, hidden=64, max_tokens=20, crowd="full", steps=4, transport=transport)
-        assert crew.run("emulated:none_by_bulk", module(), case, [(0, 2)]) == [[2], [], [0]]
+        assert crew.run("emulated:none_by_large", module(), case, [(0, 2)]) == [[2], [], [0]]
 
 
 @pytest.mark.parametrize("transport", ["nvshmem", "nvshmem-mixed"])
-def test_bulk_copies_where_nvshmem_puts_to_no_rank(transport: str) -> None:
+def test_large_steps_where_nvshmem_puts_to_no_rank(transport: str) -> None:
     """All are near, or of one node."""
-    with Crew(2, {**BULK, "PPLX_EMULATION_NEAR": "all"}) as crew:
+    with Crew(2, {**LARGE, "PPLX_EMULATION_NEAR": "all"}) as crew:
         case = Case(seed(), 2, num_experts=8, top_k=3, hidden=64, max_tokens=20, steps=4, transport=transport)
-        counts = crew.run("emulated:by_bulk", module(), case)
+        counts = crew.run("emulated:by_large", module(), case)
     assert all(sum(rank[i] for rank in counts) > 0 for i in (0, 1)), counts
 
 
-def test_bulk_copies_of_ids_that_only_the_device_sees() -> None:
-    with Crew(2, BULK) as crew:
+def test_large_steps_of_ids_that_only_the_device_sees() -> None:
+    with Crew(2, LARGE) as crew:
         crew.run("emulated:call", module(), "open_step_cases:bad_ids", small_case(seed(), 2, 2), 1)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 import pytest
 from cases import Case
-from emulation_cases import BULK, ON_X86_64, PARTS, module, numbers
+from emulation_cases import LARGE, ON_X86_64, PARTS, module, numbers
 from harness import Crew, Crews, seed
 from size_cases import are_far, far_case
 
@@ -22,7 +22,7 @@ def few() -> Iterator[Crews]:
 
 @pytest.fixture(scope="module")
 def many() -> Iterator[Crews]:
-    crews = Crews(2, BULK)
+    crews = Crews(2, LARGE)
     yield crews
     crews.close()
 
@@ -34,7 +34,7 @@ def test_far_rows_of_few(few: Crews, layout: str, wire: str) -> None:
     case = far_case(2, layout, wire)
     found = few.run("emulated:call", module(), "size_cases:far_rows", case, timeout=200)
     are_far(case, found)
-    assert all(rank["bulk"] == 0 for rank in found), found
+    assert all(rank["large"] == 0 for rank in found), found
 
 
 @pytest.mark.timeout(600)
@@ -44,7 +44,7 @@ def test_far_rows_of_many(many: Crews, layout: str, wire: str) -> None:
     case = far_case(3, layout, wire)
     found = many.run("emulated:call", module(), "size_cases:far_rows", case, timeout=200)
     are_far(case, found)
-    assert all(rank["bulk"] > 0 for rank in found), found
+    assert all(rank["large"] > 0 for rank in found), found
 
 
 @pytest.mark.timeout(600)
@@ -61,7 +61,7 @@ def test_far_rows_in_pieces(few: Crews, transport: str) -> None:
     case = far_case(5, "padded", "fp8", transport=transport, max_tokens=40, crowd="uneven", steps=8)
     found = few.run("emulated:in_pieces", module(), 16, "size_cases:far_rows", case, timeout=200)
     are_far(case, found)
-    assert sum(rank["bulk"] for rank in found) > 0, found
+    assert sum(rank["large"] for rank in found) > 0, found
 
 
 @pytest.mark.timeout(600)
@@ -70,7 +70,7 @@ def test_far_rows_of_many_in_pieces(many: Crews, transport: str) -> None:
     case = far_case(6, "padded", "fp8", transport=transport, max_tokens=40)
     found = many.run("emulated:in_pieces", module(), 16, "size_cases:far_rows", case, timeout=200)
     are_far(case, found)
-    assert all(rank["bulk"] > 0 for rank in found), found
+    assert all(rank["large"] > 0 for rank in found), found
 
 
 @pytest.mark.timeout(300)

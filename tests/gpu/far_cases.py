@@ -1,4 +1,4 @@
-"""Cases of test_bulk.py where rows lie beyond 2^31 elements: size_cases.py, of whose large tensors only rows leave the GPU."""
+"""Cases of test_large.py where rows lie beyond 2^31 elements: size_cases.py, of whose large tensors only rows leave the GPU."""
 
 from __future__ import annotations
 

@@ -14,5 +14,5 @@ GPUS = torch.cuda.device_count()
 AT_ONCE = GPUS * int(os.environ.get("PPLX_TEST_RANKS_PER_GPU", "1"))
 """How many ranks run beside each other, none of them in turns."""
 FROM_768 = {"PPLX_COMM_LARGE_TOKENS": "768"}
-"""Steps of 768 tokens go by bulk copies, also where the kernels of few tokens are faster."""
+"""Steps of 768 tokens go by the large kernels, also where the kernels of few tokens are faster."""
 APART = [n for n in (1, 2, 4, 8) if n <= AT_ONCE]

@@ -45,7 +45,7 @@ def relay(d: pc.Dispatched, out: torch.Tensor, padded: bool) -> None:
 
 
 def beside(me: Any, case: Case, rounds: int) -> list[int]:
-    """The kernel is launched before the receive half. Returns how many launches went by bulk copies."""
+    """The kernel is launched before the receive half. Returns how many launches went by the large kernels."""
     device, r = gpu_of(me), random.Random(f"beside {case.seed}")
     consumer = torch.cuda.Stream()
     with rank_cases.open_all_to_all(me, case, device=str(device), hooks=True) as a2a:

@@ -13,8 +13,8 @@ from dataclasses import replace
 from cases import Case, in_pieces, random_case
 from harness import Member
 
-SIZES = ("few", "bulk", "pieces")
-"""Few tokens; the same by bulk copies; and enough that blocks go in pieces. The test sets where bulk begins."""
+SIZES = ("few", "large", "pieces")
+"""Few tokens; the same by the large kernels; and enough that blocks go in pieces. The test sets where large begins."""
 
 
 def drawn(size: str, number: int, world: int, transport: str) -> Case:

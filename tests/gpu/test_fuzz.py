@@ -72,8 +72,8 @@ def test_soak(crew: Crew, wire: str, hidden: int, tokens: int, steps: int) -> No
     ("wire", "hidden", "tokens", "least"),
     [("native", 512, 48, 1), ("fp8", 1024, 48, 1), ("native", 7168, 300, 1), ("native", 512, 48, 24)],
 )
-def test_soak_by_bulk_copies(module: str, wire: str, hidden: int, tokens: int, least: int) -> None:
-    """All steps, or those of at least `least` tokens, go by bulk copies, and the others in the places that they leave."""
+def test_soak_of_large_steps(module: str, wire: str, hidden: int, tokens: int, least: int) -> None:
+    """All steps, or those of at least `least` tokens, go by the large kernels, and the others in the places that they leave."""
     with Crew(RANKS, {"PPLX_TEST_CUDA": module, "PPLX_COMM_CUDA_FUZZ": str(seed()), "PPLX_COMM_LARGE_TOKENS": str(least)}) as crew:
         case = Case(seed(), RANKS, num_experts=16, top_k=4, hidden=hidden, max_tokens=tokens, wire=wire, first_step=2**32 - 500)
         assert crew.run("gpu_cases:soak", case, 4_000 if tokens < 100 else 500, timeout=600) == [0] * RANKS

@@ -296,7 +296,7 @@ def test_memcheck(transport: str, size: str, tmp_path: Path) -> None:
             "LOCAL_RANK": str(rank),
         }
         env |= {"PPLX_COMM_JOB": f"memcheck{os.getpid()}{size}{transport}", "PPLX_TEST_STEP_TIMEOUT": "100"}
-        env |= {"PPLX_COMM_LARGE_TOKENS": "1"} if size == "bulk" else {}
+        env |= {"PPLX_COMM_LARGE_TOKENS": "1"} if size == "large" else {}
         ranks.append(subprocess.Popen(command, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True))
     try:
         said = [rank.communicate(timeout=600)[0] for rank in ranks]

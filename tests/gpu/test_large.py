@@ -1,6 +1,6 @@
-"""Dispatches and combines of many tokens, by bulk copies: against the reference, the CPU device, and steps of few tokens in between.
+"""Dispatches and combines of many tokens, by the large kernels: against the reference, the CPU device, and steps of few tokens in between.
 
-python -m pytest tests/gpu/test_bulk.py
+python -m pytest tests/gpu/test_large.py
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from harness import Crew, Crews, seed
 from open_step_cases import small_case
 from size_cases import are_far, far_case
 
-BY_BULK = GPUS > 0 and torch.cuda.get_device_capability()[0] >= 9
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not BY_BULK, reason="no GPU with bulk copies")]
-BULK = {"PPLX_COMM_LARGE_TOKENS": "1"}
+HAS_LARGE = GPUS > 0 and torch.cuda.get_device_capability()[0] >= 9
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_LARGE, reason="no GPU with large kernels")]
+LARGE = {"PPLX_COMM_LARGE_TOKENS": "1"}
 
 
 @pytest.fixture(scope="module", params=APART or [1], ids=lambda n: f"ep{n}")
@@ -30,8 +30,8 @@ def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
 
 @pytest.fixture(scope="module", params=APART or [1], ids=lambda n: f"ep{n}")
 def few(request: pytest.FixtureRequest) -> Iterator[Crews]:
-    """Also steps of few tokens go by bulk copies."""
-    crews = Crews(request.param, BULK)
+    """Also steps of few tokens go by the large kernels."""
+    crews = Crews(request.param, LARGE)
     yield crews
     crews.close()
 
@@ -129,4 +129,4 @@ def test_rows_beyond_32_bits(crew: Crews, layout: str, wire: str) -> None:
         case = far_case(10 + number, layout, wire, world=crew.world_size, max_tokens=tokens, steps=2)
         found = crew.run("far_cases:far_rows", case, timeout=300)
         are_far(case, found)
-        assert all((rank["bulk"] > 0) == (tokens == 8192) for rank in found), found
+        assert all((rank["large"] > 0) == (tokens == 8192) for rank in found), found

@@ -18,8 +18,8 @@ from harness import Crew, seed
 from open_step_cases import small_case
 from test_failure import check_survivors
 
-BY_BULK = GPUS > 0 and torch.cuda.get_device_capability()[0] >= 9
-pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not BY_BULK, reason="no GPU with bulk copies")]
+HAS_LARGE = GPUS > 0 and torch.cuda.get_device_capability()[0] >= 9
+pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not HAS_LARGE, reason="no GPU with large kernels")]
 WORLDS = APART or [1]
 REMOTE = ["proxy:tcp", "proxy:shm", *(["mixed:tcp"] if max(WORLDS) > 2 else [])]
 CARRIERS = ["mapped", *(REMOTE if max(WORLDS) > 1 else [])]

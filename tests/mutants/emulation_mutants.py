@@ -25,10 +25,10 @@ SHAPES, NEAR, RESET = "random_shapes_by_kernels", "near_peers_are_mapped", "test
 ERROR = "a_carrier_with_an_error"
 WHOLE = ("dispatch.cu", "combine.cu")
 PROXY = "test_random_shapes and tcp"
-SENDS = "test_bulk_copies_of_many_chunks or test_bulk_copies_of_any_bits or test_bulk_copies_and_steps_of_few"
-NUMBERED = "test_bulk_copies_of_compact_rows"
+SENDS = "test_large_steps_of_many_chunks or test_large_steps_of_any_bits or test_large_steps_and_steps_of_few"
+NUMBERED = "test_large_steps_of_compact_rows"
 WORDS = "test_few_rows_of_ranks_with_many"
-DEALT = "bulk_copies_of_sums or test_bulk_copies_of_many_chunks or test_long_rows_of_many"
+DEALT = "large_steps_of_sums or test_large_steps_of_many_chunks or test_long_rows_of_many"
 
 MUTANTS = [
     Mutant(
@@ -313,7 +313,7 @@ MUTANTS = [
         "(blank ? kMakeBlank : 0)",
         "(blank ? 0 : 0)",
         "a later step of few tokens takes their rows for its own",
-        "test_bulk_copies_and_steps_of_few_in_turn",
+        "test_large_steps_and_steps_of_few_in_turn",
         "_cuda",
     ),
     Mutant(
@@ -358,7 +358,7 @@ MUTANTS = [
         "       share = take_another_share(k, Op::Combine, step, shares)) {\n",
         "       share = kNone) {\n",
         "one resident thread block must send all",
-        "test_bulk_copies_with_one_resident_thread_block",
+        "test_large_steps_with_one_resident_thread_block",
         "_cuda",
     ),
     Mutant(
@@ -367,7 +367,7 @@ MUTANTS = [
         "take_next(&next_, together());",
         "take_next(&next_, 2 * together());",
         "they are never added up",
-        "test_bulk_copies_of_sums",
+        "test_large_steps_of_sums",
         "_cuda",
     ),
     Mutant(
@@ -376,7 +376,7 @@ MUTANTS = [
         "dealt{in + team * kPartsOfTeam * kDealtPart, kPartsOfTeam};",
         "dealt{in, kPartsOfTeam};",
         "each adds up rows of the other's tokens",
-        "test_bulk_copies_of_sums",
+        "test_large_steps_of_sums",
         "_cuda",
     ),
     Mutant(
@@ -403,7 +403,7 @@ MUTANTS = [
         "stretch = Stretch(a, take_next(a.chunk_counts.next));",
         "stretch = Stretch(a, kNone);",
         "rows of thread blocks that find no room are never sent",
-        "test_bulk_copies_with_one_resident_thread_block",
+        "test_large_steps_with_one_resident_thread_block",
         "_cuda",
     ),
     Mutant(
@@ -412,7 +412,7 @@ MUTANTS = [
         "        sum_chunks(a, step, counted, number, sums, memory);",
         "        sum_chunks(a, step, n == 0 ? counted : number, number, sums, memory);",
         "rows of a thread block's later stretches go where others' do",
-        "test_bulk_copies_with_one_resident_thread_block or test_bulk_copies_of_many_chunks",
+        "test_large_steps_with_one_resident_thread_block or test_large_steps_of_many_chunks",
         "_cuda",
     ),
     Mutant(

@@ -131,7 +131,7 @@ MUTANTS = [
         "    if constexpr (kHooks) HookWords<kHooks>::count_placed(a_, r.out_row, a_.hooks.row_units), __nanosleep(100000);\n"
         "#pragma unroll 1\n    for (std::uint32_t begin = 0; begin < k_.payload_bytes;",
         "a block's word is raised while its last row is being stored",
-        "test_hooks_of_bulk_copies",
+        "test_hooks_of_large_steps",
         "_cuda",
     ),
     Mutant(

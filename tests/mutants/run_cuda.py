@@ -174,7 +174,7 @@ MUTANTS = [
         for (int j = 0; j < kReceivedVectors; ++j)
           if (strips.has(j)) {
             make_blank(strips.row[i] + begin + j * 512);
-            strips.v[i][j] = load_piece(strips.row[i] + begin + j * 512);
+            strips.v[i][j] = load_vec16(strips.row[i] + begin + j * 512);
           }
         sums.add_row(strips.v[i], 1.0f);
       }

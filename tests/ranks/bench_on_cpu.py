@@ -97,13 +97,13 @@ class Cpu:
         return contextlib.nullcontext()
 
 
-def took(by_bulk: bool, tokens: int, num_sms: int | None) -> tuple[int, int]:
+def took(by_large: bool, tokens: int, num_sms: int | None) -> tuple[int, int]:
     """Nanoseconds of a dispatch and of a combine. crossover.py: large ones both take 4 and 3 us whatever there is to carry; else
     a dispatch takes 1 us a token, and a combine half, on 8 multiprocessors twice as long."""
     if program != "crossover":
         return 3000, 5000
     scale = tokens * (2 if num_sms == 8 else 1)
-    return (4000, 3000) if by_bulk else (1000 * scale, 500 * scale)
+    return (4000, 3000) if by_large else (1000 * scale, 500 * scale)
 
 
 opened: dict[int, tuple[bool, int, int | None]] = {}
@@ -116,8 +116,8 @@ def noted(size: gpu.Size, comm: Any, transport: Any, num_sms: int | None, *rest:
     if transport.transport == "nvshmem":
         transport = replace(transport, transport="mapped", node_size=None)
     a2a = right_open(size, comm, transport, num_sms, *rest)
-    by_bulk = program == "crossover" and plant != "deaf" and int(os.environ[module.VARIABLE]) <= a2a.max_tokens_per_rank
-    opened[id(a2a)] = by_bulk, a2a.max_tokens_per_rank, num_sms
+    by_large = program == "crossover" and plant != "deaf" and int(os.environ[module.VARIABLE]) <= a2a.max_tokens_per_rank
+    opened[id(a2a)] = by_large, a2a.max_tokens_per_rank, num_sms
     return a2a
 
 

@@ -111,11 +111,11 @@ def resident() -> int:
 
 
 def found(runner: FarRunner) -> dict[str, int]:
-    """The first byte and element of the farthest row that was received, and how many steps went by bulk copies."""
+    """The first byte and element of the farthest row that was received, and how many steps went by the large kernels."""
     shape, stats = runner.case.shape, runner.a2a.stats()
     element = runner.farthest * shape.hidden
     size = 1 if shape.quantised else shape.dtype.itemsize
-    return {"element": element, "byte": element * size, "bulk": stats.get("large_combines", 0)}
+    return {"element": element, "byte": element * size, "large": stats.get("large_combines", 0)}
 
 
 def far_rows(me: Any, case: Case) -> dict[str, int]:
@@ -145,7 +145,7 @@ def mapped_pages(me: Any, case: Case) -> dict[str, int]:
 
 
 def agreed(me: Any, case: Case, tuned: list[int]) -> dict[str, int]:
-    """A case on GPUs of which each would have steps go by bulk copies from another number of tokens on: what they agreed on."""
+    """A case on GPUs of which each would have steps go by the large kernels from another number of tokens on: what they agreed on."""
     kernels = cuda_module()
     before = kernels.large_tokens
     setattr(kernels, "large_tokens", lambda config, device, num_sms: tuned[me.rank])  # noqa: B010

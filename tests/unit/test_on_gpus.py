@@ -150,6 +150,6 @@ def test_ranks_under_mps_prove_and_do_not_measure(tmp_path: Path, monkeypatch: p
 
 
 def test_order_and_unknown_names() -> None:
-    assert [run.name for run in on_gpus.chosen("decode,proof-bulk,decode*")] == ["decode", "proof-bulk", "decode-sms"]
+    assert [run.name for run in on_gpus.chosen("decode,proof-large,decode*")] == ["decode", "proof-large", "decode-sms"]
     with pytest.raises(SystemExit, match="no run is called proof-nothing"):
         on_gpus.chosen("proof-nothing")

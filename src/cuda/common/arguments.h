@@ -92,13 +92,13 @@ struct Common {
   Divider per_rank;  // experts_per_rank
   Divider top_k;
   std::uint32_t experts = 0, experts_per_rank = 0;  // local ones; of any rank but the last that has some
-  std::uint32_t expert_pieces = 0;  // a source's pieces of counts
+  std::uint32_t expert_vec16s = 0;  // a source's counts, in vec16s
   std::uint32_t align_mask = 0;  // Ragged: align - 1 if that is a power of two, else kNone
   std::uint32_t group_shift = 0;  // log2 of the lanes that have a token's choices
   std::uint32_t showing_rows = 0;  // the first rows of a dispatch block, which show that they came
   std::uint32_t payload_bytes = 0, parts = 0, part_bytes = 0;  // a dispatch row's; a warp takes a part
   Divider by_parts;
-  std::uint32_t scale_pieces = 0;  // a dispatch row's
+  std::uint32_t scale_vec16s = 0;  // a dispatch row's
   bool scales_in_pieces = false;  // they lie in the output as they came
   std::uint32_t row_bytes = 0;  // a combine row's
   std::uint32_t most_rows = 0;  // a block's
@@ -157,7 +157,7 @@ struct ChunkCounts {
   std::uint64_t* ready = nullptr;  // [chunks]: arrival_word of the last step whose counts are there
   std::uint16_t* counts = nullptr;  // [chunks][columns]
 };
-// Choices by expert, then rows by rank, in pieces of sixteen bytes.
+// Choices by expert, then rows by rank, in vec16s.
 constexpr std::uint32_t chunk_columns(const Config& c) { return static_cast<std::uint32_t>(align_up(c.num_experts + c.world, 8)); }
 
 // Counts of an AllToAll in pieces, by set, in device memory: work that warps have claimed, of all thread blocks in one order, and

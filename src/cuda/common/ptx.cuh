@@ -91,16 +91,16 @@ __device__ inline std::uint64_t nanoseconds() {
 
 // ---- sixteen bytes ----
 
-// Stores a piece whole or not at all, as any reader of the place sees it.
-__device__ inline void store_piece(char* to, const uint4& v) {
+// Stores a vec16 whole or not at all, as any reader of the place sees it.
+__device__ inline void store_vec16(char* to, const uint4& v) {
   const std::uint64_t low = v.x | std::uint64_t{v.y} << 32, high = v.z | std::uint64_t{v.w} << 32;
-  asm volatile("{\n\t.reg .b128 piece;\n\tmov.b128 piece, {%1, %2};\n\tst.relaxed.sys.global.b128 [%0], piece;\n\t}" ::"l"(to),
+  asm volatile("{\n\t.reg .b128 vec16;\n\tmov.b128 vec16, {%1, %2};\n\tst.relaxed.sys.global.b128 [%0], vec16;\n\t}" ::"l"(to),
                "l"(low), "l"(high)
                : "memory");
 }
-__device__ inline uint4 load_piece(const char* from) {
+__device__ inline uint4 load_vec16(const char* from) {
   std::uint64_t low, high;
-  asm volatile("{\n\t.reg .b128 piece;\n\tld.relaxed.sys.global.b128 piece, [%2];\n\tmov.b128 {%0, %1}, piece;\n\t}"
+  asm volatile("{\n\t.reg .b128 vec16;\n\tld.relaxed.sys.global.b128 vec16, [%2];\n\tmov.b128 {%0, %1}, vec16;\n\t}"
                : "=l"(low), "=l"(high)
                : "l"(from)
                : "memory");

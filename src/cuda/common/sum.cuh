@@ -77,7 +77,7 @@ struct Sums {
   __device__ void send(char* to, std::uint32_t begin, std::uint32_t end) const {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j)
-      if (begin + j * 512 < end) store_piece(to + begin + j * 512, T::pack(sum[j]));
+      if (begin + j * 512 < end) store_vec16(to + begin + j * 512, T::pack(sum[j]));
   }
   // To a replica. A token without rows adds nothing to what it is accumulated on, and a float of the caller's may look blank: a NaN
   // all the same.
@@ -86,7 +86,7 @@ struct Sums {
     for (int j = 0; j < kVectors; ++j) {
       uint4 v = T::pack(sum[j]);
       if (is_blank(v)) v.w = 0x7fffffffu;
-      if (begin + j * 512 < end) store_piece(to + begin + j * 512, v);
+      if (begin + j * 512 < end) store_vec16(to + begin + j * 512, v);
     }
   }
 };

@@ -22,12 +22,12 @@ __device__ inline bool check_combine_header(const CombineArguments& a, std::uint
 
 __device__ inline void receive_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
   const Common& k = a.common;
-  uint4 piece;
-  if (!await_tagged(k, own_slot(k, set_of(k.c, step), Op::Combine, peer), Phase::CombineRecv, step, peer, piece)) return;
-  if (piece.z == peer)
-    check_combine_header(a, step, peer, piece.x, piece.y);
+  uint4 vec16;
+  if (!await_tagged(k, own_slot(k, set_of(k.c, step), Op::Combine, peer), Phase::CombineRecv, step, peer, vec16)) return;
+  if (vec16.z == peer)
+    check_combine_header(a, step, peer, vec16.x, vec16.y);
   else
-    fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, peer, piece.z);
+    fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, peer, vec16.z);
 }
 
 // Returns this lane's row of one of this rank's tokens, or kNone. The plan is known before the send half, so it is loaded early.
@@ -38,7 +38,7 @@ __device__ inline std::uint32_t load_token_row(const CombineArguments& a, std::u
              : kNone;
 }
 
-// A warp's strip of a few rows of a token: a node's peer leaves no other trace than its pieces, and a place is blank again once it
+// A warp's strip of a few rows of a token: a node's peer leaves no other trace than its row, and a place is blank again once it
 // was read; a remote peer's rows are there when their part of its block is.
 struct ArrivingStrips {
   static constexpr int kRows = 4;
@@ -46,7 +46,7 @@ struct ArrivingStrips {
   uint4 v[kRows][kReceivedVectors];
   char* row[kRows];
   std::uint32_t there = 0;  // rows of remote blocks, whose places need not be blank again: a bit each
-  std::uint32_t missing = 0;  // pieces, a bit each
+  std::uint32_t missing = 0;  // vec16s, a bit each
 
   __device__ ArrivingStrips(std::uint32_t begin, std::uint32_t end) : begin(begin), end(end) {}
   __device__ bool has(int j) const { return begin + j * 512 < end; }
@@ -57,7 +57,7 @@ struct ArrivingStrips {
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
       for (int j = 0; j < kReceivedVectors; ++j)
-        if ((bits >> (i * kReceivedVectors + j) & 1) != 0) v[i][j] = load_piece(row[i] + begin + j * 512);
+        if ((bits >> (i * kReceivedVectors + j) & 1) != 0) v[i][j] = load_vec16(row[i] + begin + j * 512);
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
@@ -107,7 +107,7 @@ __device__ inline bool await_strips(const CombineArguments& a, std::uint32_t ste
     const std::uint32_t all = __reduce_or_sync(~0u, strips.missing);
     return __shfl_sync(~0u, rank, all == 0 ? first : first + (__ffs(static_cast<int>(all)) - 1) / kReceivedVectors);
   };
-  return await_pieces(k, Phase::CombineRecv, step, waits_for, [&](bool all) { return strips.look(all); });
+  return await_vec16s(k, Phase::CombineRecv, step, waits_for, [&](bool all) { return strips.look(all); });
 }
 
 // A strip of one of this rank's tokens. `entry`: this lane's row of it. kGives: replicas get it, too. False: its rows will not

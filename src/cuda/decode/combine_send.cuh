@@ -122,7 +122,7 @@ __device__ inline std::uint32_t flags_of(const CombineArguments& a) {
   return (a.release ? kReleased : 0u) | (a.uses_weights ? kUsesWeights : 0u) | (a.has_tail ? kHasTail : 0u);
 }
 
-// A peer of the node gets it as one tagged piece: it proves that this rank has read the peer's dispatch.
+// A peer of the node gets it as one tagged vec16: it proves that this rank has read the peer's dispatch.
 template <bool kMappedOnly>
 __device__ inline void send_combine_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer,
                                            const CombineShared& s, std::uint32_t parts) {

@@ -63,7 +63,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_con
     return;
   }
   if (a.recv) {
-    const Experts experts{words + align_up(k.c.num_experts, kNumbersOfPiece), k.expert_pieces};
+    const Experts experts{words + align_up(k.c.num_experts, kNumbersOfVec16), k.expert_vec16s};
     if (warp == kRowCounter) {
       count_rows(a, step, s.receive);
     } else if (warp == kRowPlacer) {
@@ -79,8 +79,8 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_con
 }
 
 inline Choice<DispatchArguments> decode_choice(const char* name, const Config& c, void (*kernel)(DispatchArguments)) {
-  const auto counts = static_cast<std::uint32_t>(align_up(c.num_experts, kNumbersOfPiece));
-  return {name, kernel, kDispatchThreads, 4 * (counts + (c.world + 1) * kNumbersOfPiece * expert_pieces(c))};
+  const auto counts = static_cast<std::uint32_t>(align_up(c.num_experts, kNumbersOfVec16));
+  return {name, kernel, kDispatchThreads, 4 * (counts + (c.world + 1) * kNumbersOfVec16 * expert_vec16s(c))};
 }
 
 }  // namespace

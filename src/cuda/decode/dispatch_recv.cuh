@@ -7,7 +7,7 @@
 
 namespace pplx::cuda {
 
-// A warp's part of a row: pieces of payload, of the route, and with the last part of scales. They are loaded before it is known
+// A warp's part of a row: vec16s of payload, of the route, and with the last part of scales. They are loaded before it is known
 // where they go.
 struct ArrivedPart {
   static constexpr std::uint32_t kVectors = kPartBytes / 512;
@@ -26,7 +26,7 @@ struct ArrivedPart {
 #pragma unroll
     for (std::uint32_t j = 0; j < kVectors; ++j)
       if (begin + j * 512 < end) wanted |= 1u << j;
-    if (part == k.parts - 1 && lane < k.scale_pieces) wanted |= 1u << kScale;
+    if (part == k.parts - 1 && lane < k.scale_vec16s) wanted |= 1u << kScale;
     if (lane < k.c.top_k) wanted |= 1u << kRoute;
     missing = wanted;
   }
@@ -35,14 +35,14 @@ struct ArrivedPart {
   __device__ void load(const Common& k, std::uint32_t bits) {
     if (full && bits == wanted) {
 #pragma unroll
-      for (std::uint32_t j = 0; j < kVectors; ++j) payload[j] = load_piece(row + begin + j * 512);
+      for (std::uint32_t j = 0; j < kVectors; ++j) payload[j] = load_vec16(row + begin + j * 512);
     } else {
 #pragma unroll
       for (std::uint32_t j = 0; j < kVectors; ++j)
-        if ((bits >> j & 1) != 0) payload[j] = load_piece(row + begin + j * 512);
+        if ((bits >> j & 1) != 0) payload[j] = load_vec16(row + begin + j * 512);
     }
-    if ((bits >> kScale & 1) != 0) scale = load_piece(scale_at(k));
-    if ((bits >> kRoute & 1) != 0) route = load_piece(row + k.dispatch.route_at + threadIdx.x % 32 * 16);
+    if ((bits >> kScale & 1) != 0) scale = load_vec16(scale_at(k));
+    if ((bits >> kRoute & 1) != 0) route = load_vec16(row + k.dispatch.route_at + threadIdx.x % 32 * 16);
   }
   // Takes note of those that have come.
   __device__ void note_come(const Common& k, std::uint32_t step, std::uint32_t bits) {
@@ -100,12 +100,12 @@ __device__ inline void place_copies(const DispatchArguments& a, const ArrivedRow
     char* const to = of_lane(scales, of);
     place_scale(a, to, part.scale, threadIdx.x % 32);
 #pragma unroll 1
-    for (std::uint32_t nth = 32 + threadIdx.x % 32; nth < k.scale_pieces; nth += 32)  // more than a warp has lanes
+    for (std::uint32_t nth = 32 + threadIdx.x % 32; nth < k.scale_vec16s; nth += 32)  // more than a warp has lanes
       place_scale(a, to, load_arrived(part.row + k.dispatch.scales_at + 16 * nth), nth);
   }
 }
 
-// Waits, by one thread, for a row whose pieces do not show it. False: it will not come.
+// Waits, by one thread, for a row whose vec16s do not show it. False: it will not come.
 template <bool kMappedOnly>
 __device__ inline bool await_row(const Common& k, std::uint32_t step, std::uint32_t source, std::uint32_t row, const char* word) {
   if constexpr (!kMappedOnly)
@@ -126,14 +126,14 @@ __device__ inline bool fetch_part(const Common& k, std::uint32_t step, std::uint
   }
   std::uint32_t looks = 0;
   const auto look = [&](bool all) {
-    // Some piece of the row may look blank although it came: then its writer raises a word.
+    // Some vec16 of the row may look blank although it came: then its writer raises a word.
     if (++looks % kLooksAtWord == 0 && load_acquire(part.row + k.dispatch.arrival_at) == arrival_word(k.generation, step)) {
       part.load(k, part.wanted);
       part.missing = 0;
     }
     return part.look(k, step, all);
   };
-  return await_pieces(k, Phase::DispatchRecv, step, [&] { return source; }, look);
+  return await_vec16s(k, Phase::DispatchRecv, step, [&] { return source; }, look);
 }
 
 // A part of a row. False: something failed.

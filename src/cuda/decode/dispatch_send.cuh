@@ -159,20 +159,20 @@ __device__ inline void send_counts(const DispatchArguments& a, std::uint32_t ste
   const Common& k = a.common;
   const bool planned = !kMappedOnly && a.ids == nullptr;
   const std::uint32_t first = first_expert_of(k, peer), n = local_experts_of(k, peer), set = set_of(k.c, step);
-  char* pieces = k.peers[peer] + k.heap.counts_at(k.c, set, k.c.rank);
+  char* counts = k.peers[peer] + k.heap.counts_at(k.c, set, k.c.rank);
 #pragma unroll 1
-  for (std::uint32_t i = threadIdx.x; i < k.expert_pieces; i += kSenders) {
-    std::uint32_t numbers[kNumbersOfPiece] = {};
+  for (std::uint32_t i = threadIdx.x; i < k.expert_vec16s; i += kSenders) {
+    std::uint32_t numbers[kNumbersOfVec16] = {};
 #pragma unroll
-    for (std::uint32_t j = 0; j < kNumbersOfPiece; ++j) {
-      const std::uint32_t e = i * kNumbersOfPiece + j;
+    for (std::uint32_t j = 0; j < kNumbersOfVec16; ++j) {
+      const std::uint32_t e = i * kNumbersOfVec16 + j;
       if (e >= n) continue;
       numbers[j] = planned ? a.plan.counts[first + e] : experts[first + e];
       if (!planned) a.plan.counts[first + e] = numbers[j];
     }
     const PackedNumbers p = pack_numbers(numbers);
     fuzz_delay(k, p.words[0]);
-    store_tagged(k, pieces + kPieceBytes * i, step, p.words[0], p.words[1], p.words[2]);
+    store_tagged(k, counts + kVec16Bytes * i, step, p.words[0], p.words[1], p.words[2]);
   }
   if (threadIdx.x == kSenders - 1) {
     const std::uint32_t rows = planned ? a.plan.rows[peer] : s.plan.rows_before[peer];
@@ -205,8 +205,8 @@ __device__ inline std::uint32_t given_scales(const DispatchArguments& a, std::ui
       word |= std::uint32_t{*reinterpret_cast<const std::uint8_t*>(from + (4 * at + i) * a.scale.scale)} << 8 * i;
   return word;
 }
-// Returns a token's piece of scales number `at`: four words.
-__device__ inline uint4 given_piece_of_scales(const DispatchArguments& a, std::uint32_t token, std::uint32_t at) {
+// Returns a token's vec16 of scales number `at`: four words.
+__device__ inline uint4 given_vec16_of_scales(const DispatchArguments& a, std::uint32_t token, std::uint32_t at) {
   const std::uint32_t words = scale_words(a.common.c);
   std::uint32_t word[4] = {};
 #pragma unroll
@@ -217,13 +217,13 @@ __device__ inline uint4 given_piece_of_scales(const DispatchArguments& a, std::u
 
 __device__ inline void write_given_scales(const DispatchArguments& a, std::uint32_t first, std::uint32_t n, StoredUnit& unit) {
   const Common& k = a.common;
-  const std::uint32_t pieces = ceil_div(scale_words(k.c), 4);
+  const std::uint32_t vec16s = ceil_div(scale_words(k.c), 4);
 #pragma unroll 1
-  for (std::uint32_t i = threadIdx.x; i < n * pieces; i += kSenders) {
-    const std::uint32_t token = i / pieces, at = i % pieces;
-    const uint4 piece = given_piece_of_scales(a, k.slice.token(first + token), at);
-    if (is_blank(piece)) unit.looks_blank[token] = true;
-    for (std::uint32_t d = 0; d < unit.rows(token); ++d) store_piece(unit.row[token][d] + k.dispatch.scales_at + 16 * at, piece);
+  for (std::uint32_t i = threadIdx.x; i < n * vec16s; i += kSenders) {
+    const std::uint32_t token = i / vec16s, at = i % vec16s;
+    const uint4 vec16 = given_vec16_of_scales(a, k.slice.token(first + token), at);
+    if (is_blank(vec16)) unit.looks_blank[token] = true;
+    for (std::uint32_t d = 0; d < unit.rows(token); ++d) store_vec16(unit.row[token][d] + k.dispatch.scales_at + 16 * at, vec16);
   }
 }
 
@@ -256,7 +256,7 @@ __device__ inline void tell_rows(const Common& k, const PlannedToken<kMappedOnly
   if (lane == 0) unit.ranks[token] = t.ranks;
 }
 
-// Stores this thread's pieces of a token's payload into each of its rows. One of the warps writes the row's route.
+// Stores this thread's vec16s of a token's payload into each of its rows. One of the warps writes the row's route.
 template <typename Mode, bool kMappedOnly>
 __device__ inline void store_token(const DispatchArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t at,
                                    const Payload<Mode>& payload, const PlannedToken<kMappedOnly>& t) {
@@ -289,7 +289,7 @@ __device__ inline void send_tokens(const DispatchArguments& a, std::uint32_t ste
     t.find_rows(k, s.rows_at);
 #pragma unroll 1
     for (std::uint32_t at = 0; at < k.payload_bytes; at += Payload<Mode>::kBytes) {
-      // The next piece of this token, or the next token, is loaded while this piece is stored.
+      // The next vec16 of this token, or the next token, is loaded while this vec16 is stored.
       const bool more = at + Payload<Mode>::kBytes < k.payload_bytes, last = !more && i + 1 == n;
       Payload<Mode> next;
       if (!last)

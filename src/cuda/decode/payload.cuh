@@ -1,5 +1,5 @@
 // How a token becomes a row's payload: as it is (also when the caller quantised, and gives the scales), or quantised. A thread has
-// its pieces of a token in registers, loaded while the token's rows are planned.
+// its vec16s of a token in registers, loaded while the token's rows are planned.
 #pragma once
 
 #include "../common/arrival.cuh"
@@ -16,31 +16,31 @@ struct Payload;
 
 template <>
 struct Payload<AsIs> {
-  static constexpr std::uint32_t kPieces = 2;
-  static constexpr std::uint32_t kBytes = kPieces * kSenders * 16;  // all threads' share of a row
-  uint4 raw[kPieces];
+  static constexpr std::uint32_t kVec16s = 2;
+  static constexpr std::uint32_t kBytes = kVec16s * kSenders * 16;  // all threads' share of a row
+  uint4 raw[kVec16s];
 
   __device__ void load(const Common&, const char* x, std::uint32_t bytes, std::uint32_t at) {
 #pragma unroll
-    for (std::uint32_t i = 0; i < kPieces; ++i) {
+    for (std::uint32_t i = 0; i < kVec16s; ++i) {
       const std::uint32_t from = at + (i * kSenders + threadIdx.x) * 16;
       if (from < bytes) raw[i] = load_input(x + from);
     }
   }
   __device__ void prepare(const Common&) {}
-  // False: some piece looks blank.
+  // False: some vec16 looks blank.
   __device__ bool shows(std::uint32_t bytes, std::uint32_t at) const {
     bool all = true;
 #pragma unroll
-    for (std::uint32_t i = 0; i < kPieces; ++i)
+    for (std::uint32_t i = 0; i < kVec16s; ++i)
       if (at + (i * kSenders + threadIdx.x) * 16 < bytes) all = all && !is_blank(raw[i]);
     return all;
   }
   __device__ void store(const Common&, char* row, std::uint32_t bytes, std::uint32_t at) const {
 #pragma unroll
-    for (std::uint32_t i = 0; i < kPieces; ++i) {
+    for (std::uint32_t i = 0; i < kVec16s; ++i) {
       const std::uint32_t from = at + (i * kSenders + threadIdx.x) * 16;
-      if (from < bytes) store_piece(row + from, raw[i]);
+      if (from < bytes) store_vec16(row + from, raw[i]);
     }
   }
 };
@@ -94,12 +94,12 @@ struct Payload<Quantised<kElementBytes>> {
   __device__ bool shows(std::uint32_t bytes, std::uint32_t at) const {
     return at + threadIdx.x * 16 >= bytes || !is_blank(row.scales);
   }
-  // A row's payload and scales are padded to 16 bytes each, so whole pieces fit.
+  // A row's payload and scales are padded to 16 bytes each, so whole vec16s fit.
   __device__ void store(const Common& k, char* to, std::uint32_t bytes, std::uint32_t at) const {
     const std::uint32_t from = at + threadIdx.x * 16;
     if (from >= bytes) return;
-    store_piece(to + from, row.codes);
-    if (threadIdx.x % 32 == 0) store_piece(to + k.dispatch.scales_at + from / 512 * 16, row.scales);
+    store_vec16(to + from, row.codes);
+    if (threadIdx.x % 32 == 0) store_vec16(to + k.dispatch.scales_at + from / 512 * 16, row.scales);
   }
 
  private:

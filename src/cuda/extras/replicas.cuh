@@ -84,12 +84,12 @@ __device__ inline bool take_strip(const CombineArguments& a, std::uint32_t step,
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       if ((bits >> j & 1) == 0) continue;
-      v[j] = load_piece(from + begin + j * 512);
+      v[j] = load_vec16(from + begin + j * 512);
       if (!is_blank(v[j])) missing &= ~(1u << j);
     }
     return (missing & bits) == 0;
   };
-  if (!await_pieces(k, Phase::CombineRecv, step, [&] { return replica; }, look)) return false;
+  if (!await_vec16s(k, Phase::CombineRecv, step, [&] { return replica; }, look)) return false;
 #pragma unroll
   for (int j = 0; j < kVectors; ++j) {
     if (begin + j * 512 >= end) continue;

@@ -68,16 +68,16 @@ Common common_of(const Config& c, double timeout_seconds) {
   k.experts = local_experts(c, c.rank);
   k.most_rows = max_rows_of_block(c);
   k.experts_per_rank = experts_per_rank(c);
-  k.expert_pieces = expert_pieces(c);
+  k.expert_vec16s = expert_vec16s(c);
   k.align_mask = (c.align & (c.align - 1)) == 0 ? c.align - 1 : kNone;
   while (1u << k.group_shift < c.top_k) ++k.group_shift;
   k.payload_bytes = payload_bytes(c);
   k.parts = ceil_div(k.payload_bytes, kPartBytes);
   k.part_bytes = static_cast<std::uint32_t>(align_up(ceil_div(k.payload_bytes, k.parts), 16));
   k.by_parts = Divider(k.parts);
-  k.scale_pieces = ceil_div(scale_words(c), 4);
+  k.scale_vec16s = ceil_div(scale_words(c), 4);
   k.scales_in_pieces = !c.scale_tma && scale_bytes(c) % 16 == 0;
-  k.showing_rows = k.scale_pieces <= 32 ? kShowingRows : 0;  // a warp looks at all of them at once
+  k.showing_rows = k.scale_vec16s <= 32 ? kShowingRows : 0;  // a warp looks at all of them at once
   k.row_bytes = c.hidden * dtype_bytes(c.dtype);
   // The dividend is a strip's number among those of all rows.
   const std::uint64_t most = (std::uint64_t{c.world} * k.most_rows + 1) * ceil_div(k.row_bytes, kReceivedVectors * 512);

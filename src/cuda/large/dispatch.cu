@@ -208,7 +208,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1) dispatch(const __grid_consta
   }
   if (threadIdx.x / 32 == kTeller) init_rings<Mode>(k, s.rings);
   for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kLargeThreads) words[i] = 0;
-  const Experts experts{reinterpret_cast<std::uint32_t*>(launched + DispatchMemory(k.c).places), k.expert_pieces};
+  const Experts experts{reinterpret_cast<std::uint32_t*>(launched + DispatchMemory(k.c).places), k.expert_vec16s};
   std::uint32_t step = 0;
   if (a.send) {
     {

@@ -48,13 +48,13 @@ __device__ inline bool hear_of_rows(const CombineArguments& a, std::uint32_t ste
   for (std::uint32_t n = threadIdx.x % 32; n < k.living; n += 32) {
     const std::uint32_t peer = k.order[n], set = set_of(k.c, step);
     rows_at[peer] = nullptr;
-    uint4 piece;
-    good = good && await_tagged(k, own_slot(k, set, Op::Combine, peer), Phase::CombineRecv, step, peer, piece);
-    if (!good || (piece.y & kOffered) == 0) continue;
+    uint4 vec16;
+    good = good && await_tagged(k, own_slot(k, set, Op::Combine, peer), Phase::CombineRecv, step, peer, vec16);
+    if (!good || (vec16.y & kOffered) == 0) continue;
     const std::uint64_t bytes = std::uint64_t{a.plan.rows[peer]} * k.row_bytes;
-    good = await_tagged(k, k.peers[k.c.rank] + k.heap.offer_at(k.c, set, peer), Phase::CombineRecv, step, peer, piece);
+    good = await_tagged(k, k.peers[k.c.rank] + k.heap.offer_at(k.c, set, peer), Phase::CombineRecv, step, peer, vec16);
     if (!good) continue;
-    const std::uint64_t at = piece.x | std::uint64_t{piece.y} << 32;
+    const std::uint64_t at = vec16.x | std::uint64_t{vec16.y} << 32;
     good = k.heap.has_made(k.c, at, bytes);
     if (good)
       rows_at[peer] = k.peers[peer] + at;

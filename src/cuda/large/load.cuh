@@ -51,7 +51,7 @@ struct SendShape {
       : parts((k.c.hidden + kOfPart - 1) / kOfPart),
         of_quantiser((min(k.c.hidden, kOfPart) + kOfTeam * kPass - 1) / (kOfTeam * kPass) * kPass),
         part_bytes(min(k.c.hidden, kOfPart) * kElementBytes<Mode>),
-        row_bytes(k.dispatch.scales_at + 16 * k.scale_pieces),
+        row_bytes(k.dispatch.scales_at + 16 * k.scale_vec16s),
         room_out(min(kRowsOutBytes / row_bytes, kMostRowsOut)),
         teams(room_out >= kTeams * kStorers ? kTeams : 1),
         storers(teams == 1 ? 1 : kStorers),

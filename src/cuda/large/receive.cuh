@@ -95,7 +95,7 @@ class RowCarrier {
     end.route = make_uint4(kNowhere, 0, 0, 0);
     end.scales = make_uint4(0, 0, 0, 0);
     if (lane < k_.c.top_k) end.route = load_arrived(row + k_.dispatch.route_at + 16 * lane);
-    if (lane < k_.scale_pieces) end.scales = load_arrived(row + k_.dispatch.scales_at + 16 * lane);
+    if (lane < k_.scale_vec16s) end.scales = load_arrived(row + k_.dispatch.scales_at + 16 * lane);
     return end;
   }
 
@@ -187,19 +187,20 @@ class RowCarrier {
       if (at + 512 * j < k_.payload_bytes) make_blank(row + at + 512 * j);
   }
 
-  // piece: this lane's. Few rows have more than a warp has lanes.
-  __device__ void place_scales(const ArrivedRow& r, std::uint32_t copies, const uint4& piece, char* row, bool blank) const {
+  // vec16: this lane's. Few rows have more than a warp has lanes.
+  __device__ void place_scales(const ArrivedRow& r, std::uint32_t copies, const uint4& vec16, char* row, bool blank) const {
     const std::uint32_t lane = lane_anew();
     char *const mine = r.out_row != kNone ? scale_place(a_, r.out_row, r.expert) : nullptr, *const scales = row + k_.dispatch.scales_at;
 #pragma unroll 1
     for (; copies != 0; copies &= copies - 1) {
       char* const to = of_lane(mine, __ffs(static_cast<int>(copies)) - 1);
-      place_scale(a_, to, piece, lane);
+      place_scale(a_, to, vec16, lane);
 #pragma unroll 1
-      for (std::uint32_t nth = 32 + lane; nth < k_.scale_pieces; nth += 32) place_scale(a_, to, load_arrived(scales + 16 * nth), nth);
+      for (std::uint32_t nth = 32 + lane; nth < k_.scale_vec16s; nth += 32)
+        place_scale(a_, to, load_arrived(scales + 16 * nth), nth);
     }
 #pragma unroll 1
-    for (std::uint32_t nth = lane; blank && nth < k_.scale_pieces; nth += 32) make_blank(scales + 16 * nth);
+    for (std::uint32_t nth = lane; blank && nth < k_.scale_vec16s; nth += 32) make_blank(scales + 16 * nth);
   }
 
   const DispatchArguments& a_;

@@ -130,7 +130,7 @@ class SendAdder : RowAdder<Adders> {
       if (at(j) >= bytes) continue;
       const uint4 v = T::pack(sums.sum[j]);
       if (shows)
-        store_piece(to + at(j), v);
+        store_vec16(to + at(j), v);
       else
         store16(to + at(j), v);
     }

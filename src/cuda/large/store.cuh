@@ -78,10 +78,10 @@ class RowStorer {
       store_part(sent.place, copies, at, kQuantises<Mode> ? k_.payload_bytes : bytes, v);
     }
     if constexpr (kQuantises<Mode>)
-      for (std::uint32_t nth_piece = lane; copies != 0 && nth_piece - lane < k_.scale_pieces; nth_piece += 32) {
-        uint4 piece = make_uint4(0, 0, 0, 0);
-        if (nth_piece < k_.scale_pieces) piece = *reinterpret_cast<const uint4*>(from + k_.dispatch.scales_at + 16 * nth_piece);
-        place_scales(sent.scales, copies, piece, nth_piece);
+      for (std::uint32_t nth_vec16 = lane; copies != 0 && nth_vec16 - lane < k_.scale_vec16s; nth_vec16 += 32) {
+        uint4 vec16 = make_uint4(0, 0, 0, 0);
+        if (nth_vec16 < k_.scale_vec16s) vec16 = *reinterpret_cast<const uint4*>(from + k_.dispatch.scales_at + 16 * nth_vec16);
+        place_scales(sent.scales, copies, vec16, nth_vec16);
       }
     __syncwarp();
     if (lane == 0) mbarrier_arrive(emptied());
@@ -98,24 +98,24 @@ class RowStorer {
     }
   }
 
-  // Stores this lane's piece, the nth of a row's if there is one, to each copy of the own row.
-  __device__ void place_scales(char* mine, std::uint32_t copies, const uint4& piece, std::uint32_t nth) const {
+  // Stores this lane's vec16, the nth of a row's if there is one, to each copy of the own row.
+  __device__ void place_scales(char* mine, std::uint32_t copies, const uint4& vec16, std::uint32_t nth) const {
 #pragma unroll 1
-    for (; copies != 0; copies &= copies - 1) place_scale(a_, of_lane(mine, __ffs(static_cast<int>(copies)) - 1), piece, nth);
+    for (; copies != 0; copies &= copies - 1) place_scale(a_, of_lane(mine, __ffs(static_cast<int>(copies)) - 1), vec16, nth);
   }
 
   // Those that the caller gave for a token.
   __device__ void store_given_scales(const SentRow& sent, std::uint32_t rows, std::uint32_t copies, std::uint32_t token) const {
 #pragma unroll 1
-    for (std::uint32_t begin = 0; begin < k_.scale_pieces; begin += 32) {
+    for (std::uint32_t begin = 0; begin < k_.scale_vec16s; begin += 32) {
       const std::uint32_t at = begin + threadIdx.x % 32;
-      const uint4 piece = given_piece_of_scales(a_, token, at);
+      const uint4 vec16 = given_vec16_of_scales(a_, token, at);
 #pragma unroll 1
       for (std::uint32_t bits = rows; bits != 0; bits &= bits - 1) {
         char* const to = known_global(of_lane(sent.row, __ffs(static_cast<int>(bits)) - 1)) + k_.dispatch.scales_at + 16 * at;
-        if (at < k_.scale_pieces) store16(to, piece);
+        if (at < k_.scale_vec16s) store16(to, vec16);
       }
-      place_scales(sent.scales, copies, piece, at);
+      place_scales(sent.scales, copies, vec16, at);
     }
   }
 

@@ -61,13 +61,13 @@ struct StepShape {
   bool sums = false;  // rows of combine are sums, of several rows of experts
 };
 // A line holds for GPUs of exactly gpu_sms multiprocessors, for sums or for copies, and up to the other values of `most`.
-struct ManyTokens {
+struct LargeTokens {
   StepShape most;
   std::uint32_t tokens;
 };
-// The first line that holds counts; none: kManyTokensElsewhere. The least number, measured by bench/crossover.py on two H100, from which
-// on a dispatch and a combine together are no slower by the large kernels. In pieces no line counts.
-inline constexpr ManyTokens kManyTokens[] = {
+// The first line that holds counts; none: kLargeTokensElsewhere. The least number, measured by bench/crossover.py on two H100, from
+// which on a dispatch and a combine together are no slower by the large kernels. In pieces no line counts.
+inline constexpr LargeTokens kLargeTokens[] = {
     // Compact.
     {{132, 8, 14336, 2, false}, 64},
     {{132, 16, 14336, 2, false}, 128},
@@ -84,17 +84,17 @@ inline constexpr ManyTokens kManyTokens[] = {
     {{132, 64, 14336, 2, true}, 768},
     {{132, 132, 14336, 2, true}, 2048},
 };
-inline constexpr std::uint32_t kManyTokensElsewhere = 768;
+inline constexpr std::uint32_t kLargeTokensElsewhere = 768;
 
 template <std::size_t n>
-constexpr std::uint32_t large_tokens(const ManyTokens (&lines)[n], const StepShape& s) {
+constexpr std::uint32_t large_tokens(const LargeTokens (&lines)[n], const StepShape& s) {
   for (const auto& [most, tokens] : lines)
     if (s.gpu_sms == most.gpu_sms && s.sums == most.sums && s.sms <= most.sms && s.row_bytes <= most.row_bytes && s.world <= most.world)
       return tokens;
-  return kManyTokensElsewhere;
+  return kLargeTokensElsewhere;
 }
 // All ranks agree on the largest number, for all steps: it decides how rows of combine look and which places are blank.
-constexpr std::uint32_t large_tokens(const StepShape& s) { return large_tokens(kManyTokens, s); }
+constexpr std::uint32_t large_tokens(const StepShape& s) { return large_tokens(kLargeTokens, s); }
 
 // Tokens whose rows are counted together. Long chunks are fewer to add up and to plan; short ones spread the tokens evenly.
 inline constexpr std::uint32_t kLeastTokensOfChunk = 8, kMostTokensOfChunk = 32, kMostChoicesOfChunk = 256;

@@ -121,7 +121,7 @@ struct LargeMemory {
   constexpr explicit LargeMemory(const Config& c)
       : counts(4 * chunk_columns(c)),
         places(counts + counting_bytes(c)),
-        others(static_cast<std::uint32_t>(align_up(places + 4ull * (c.world + 1) * kNumbersOfPiece * expert_pieces(c), kLine))) {}
+        others(static_cast<std::uint32_t>(align_up(places + 4ull * (c.world + 1) * kNumbersOfVec16 * expert_vec16s(c), kLine))) {}
 };
 
 // Initialises a launch's barriers, before the first `__syncthreads`. users: warps that say that they have done with a chunk.
@@ -168,19 +168,20 @@ static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, 
     }
     __syncwarp();
   }
-  for (std::uint32_t i = lane; i < k.living * k.expert_pieces; i += 32) {
-    const std::uint32_t peer = k.order[i / k.expert_pieces], nth = i % k.expert_pieces;
+  for (std::uint32_t i = lane; i < k.living * k.expert_vec16s; i += 32) {
+    const std::uint32_t peer = k.order[i / k.expert_vec16s], nth = i % k.expert_vec16s;
     if (is_remote(k, peer)) continue;
     const std::uint32_t first = first_expert_of(k, peer), experts = local_experts_of(k, peer);
-    std::uint32_t numbers[kNumbersOfPiece] = {};
+    std::uint32_t numbers[kNumbersOfVec16] = {};
 #pragma unroll
-    for (std::uint32_t j = 0; j < kNumbersOfPiece; ++j) {
-      const std::uint32_t e = nth * kNumbersOfPiece + j;
+    for (std::uint32_t j = 0; j < kNumbersOfVec16; ++j) {
+      const std::uint32_t e = nth * kNumbersOfVec16 + j;
       if (e < experts) numbers[j] = a.plan.counts[first + e];
     }
     const PackedNumbers p = pack_numbers(numbers);
     fuzz_delay(k, p.words[0]);
-    store_tagged(k, k.peers[peer] + k.heap.counts_at(k.c, set, k.c.rank) + kPieceBytes * nth, step, p.words[0], p.words[1], p.words[2]);
+    char* const to = k.peers[peer] + k.heap.counts_at(k.c, set, k.c.rank) + kVec16Bytes * nth;
+    store_tagged(k, to, step, p.words[0], p.words[1], p.words[2]);
   }
   if (!numbers_rows(a)) publish_row_counts(k, step, a.plan.rows);
   if (k.remote != 0) begin_remote_blocks(a, step);
@@ -270,25 +271,26 @@ __device__ inline void await_chunks(const DispatchArguments& a, std::uint32_t st
   __syncwarp();
 }
 
-// Adds, by one warp, two pieces a lane of n chunks' counts.
-__device__ inline void add_counts(const std::uint16_t* counts, std::uint32_t first, std::uint32_t n, std::uint32_t columns, std::uint32_t piece,
-                                  std::uint32_t* sums) {
-  constexpr std::uint32_t kAtOnce = 6, kPieces = 2;
-  piece += threadIdx.x % 32;
-  std::uint32_t sum[kPieces][8] = {};
+// Adds, by one warp, two vec16s a lane of n chunks' counts.
+__device__ inline void add_counts(const std::uint16_t* counts, std::uint32_t first, std::uint32_t n, std::uint32_t columns,
+                                  std::uint32_t vec16, std::uint32_t* sums) {
+  constexpr std::uint32_t kAtOnce = 6, kVec16s = 2;
+  vec16 += threadIdx.x % 32;
+  std::uint32_t sum[kVec16s][8] = {};
 #pragma unroll 1
   for (std::uint32_t begin = 0; begin < n; begin += kAtOnce) {
-    uint4 v[kPieces][kAtOnce];
+    uint4 v[kVec16s][kAtOnce];
 #pragma unroll
-    for (std::uint32_t p = 0; p < kPieces; ++p)
+    for (std::uint32_t p = 0; p < kVec16s; ++p)
 #pragma unroll
       for (std::uint32_t i = 0; i < kAtOnce; ++i) {
         v[p][i] = make_uint4(0, 0, 0, 0);
         const std::uint64_t chunk = first + begin + i;
-        if (begin + i < n && piece + 32 * p < columns / 8) v[p][i] = __ldcg(reinterpret_cast<const uint4*>(counts + chunk * columns) + piece + 32 * p);
+        if (begin + i < n && vec16 + 32 * p < columns / 8)
+          v[p][i] = __ldcg(reinterpret_cast<const uint4*>(counts + chunk * columns) + vec16 + 32 * p);
       }
 #pragma unroll
-    for (std::uint32_t p = 0; p < kPieces; ++p)
+    for (std::uint32_t p = 0; p < kVec16s; ++p)
 #pragma unroll
       for (std::uint32_t i = 0; i < kAtOnce; ++i) {
         const std::uint32_t pairs[4] = {v[p][i].x, v[p][i].y, v[p][i].z, v[p][i].w};
@@ -300,24 +302,24 @@ __device__ inline void add_counts(const std::uint16_t* counts, std::uint32_t fir
       }
   }
 #pragma unroll
-  for (std::uint32_t p = 0; p < kPieces; ++p)
+  for (std::uint32_t p = 0; p < kVec16s; ++p)
 #pragma unroll
     for (std::uint32_t j = 0; j < 8; ++j)
-      if (sum[p][j] != 0) atomicAdd(sums + 8 * (piece + 32 * p) + j, sum[p][j]);
+      if (sum[p][j] != 0) atomicAdd(sums + 8 * (vec16 + 32 * p) + j, sum[p][j]);
 }
 
 // Adds, by one warp, the counts of chunks [first, end) to the block's sums.
 static __device__ __noinline__ void sum_chunks(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t end,
                                                std::uint32_t* sums, char* memory) {
   sums = known_shared(sums);
-  const std::uint32_t columns = chunk_columns(a.common.c), pieces = columns / 8;
+  const std::uint32_t columns = chunk_columns(a.common.c), vec16s = columns / 8;
   for (; first < end; first += 32) {
     {
       const SpanTimer spends(a.common, Span::AwaitingChunks);
       await_chunks(a, step, first, end, memory);
     }
     const std::uint32_t n = min(32u, end - first);
-    for (std::uint32_t begin = 0; begin < pieces; begin += 64) add_counts(a.chunk_counts.counts, first, n, columns, begin, sums);
+    for (std::uint32_t begin = 0; begin < vec16s; begin += 64) add_counts(a.chunk_counts.counts, first, n, columns, begin, sums);
   }
   __syncwarp();
 }

@@ -28,14 +28,14 @@ struct ReceiveShared {
 };
 
 // base[source][expert] becomes the output row of the source's first row of the expert; base[world] is where the expert ends. A
-// source has whole pieces of four experts.
+// source has whole vec16s of four experts.
 struct Experts {
   std::uint32_t* base;
-  std::uint32_t pieces;  // a source's
+  std::uint32_t vec16s;  // a source's
   __device__ std::uint32_t& at(std::uint32_t source, std::uint32_t expert) const {
-    return base[source * pieces * kNumbersOfPiece + expert];
+    return base[source * vec16s * kNumbersOfVec16 + expert];
   }
-  __device__ uint4& piece(std::uint32_t i) const { return reinterpret_cast<uint4*>(base)[i]; }
+  __device__ uint4& vec16(std::uint32_t i) const { return reinterpret_cast<uint4*>(base)[i]; }
 };
 
 // The thread block that tells the caller what has come: it is the least likely to have sent anything.
@@ -59,11 +59,11 @@ __device__ inline void check_counts(const Common& k, std::uint32_t step, const R
   }
 }
 
-// A piece of counts: looked at first, waited for if it has not come. Those of the dead never come.
-__device__ inline bool await_counts(const Common& k, std::uint32_t step, const char* place, std::uint32_t source, uint4& piece) {
-  if (is_tagged(k, piece, step)) return true;
-  if ((k.dead >> source & 1) == 0) return await_tagged(k, place, Phase::DispatchRecv, step, source, piece);
-  piece = make_uint4(0, 0, 0, 0);
+// A vec16 of counts: looked at first, waited for if it has not come. Those of the dead never come.
+__device__ inline bool await_counts(const Common& k, std::uint32_t step, const char* place, std::uint32_t source, uint4& vec16) {
+  if (is_tagged(k, vec16, step)) return true;
+  if ((k.dead >> source & 1) == 0) return await_tagged(k, place, Phase::DispatchRecv, step, source, vec16);
+  vec16 = make_uint4(0, 0, 0, 0);
   return true;
 }
 
@@ -75,45 +75,45 @@ __device__ inline bool read_rows(const Common& k, std::uint32_t step, ReceiveSha
 #pragma unroll 1
   for (std::uint32_t first = 0; first < k.c.world; first += 32) {
     const std::uint32_t source = first + lane;
-    uint4 piece = make_uint4(0, 0, 0, 0);
+    uint4 vec16 = make_uint4(0, 0, 0, 0);
     if (source < k.c.world) {
       const char* place = k.peers[k.c.rank] + k.heap.rows_at(k.c, set_of(k.c, step), source);
-      piece = load_piece(place);
-      good = await_counts(k, step, place, source, piece) && good;
-      s.rows[source] = piece.x;
-      s.showing[source] = piece.y;
+      vec16 = load_vec16(place);
+      good = await_counts(k, step, place, source, vec16) && good;
+      s.rows[source] = vec16.x;
+      s.showing[source] = vec16.y;
     }
-    many |= std::uint64_t{__ballot_sync(~0u, piece.z != 0)} << first;
-    if (!good || piece.x <= k.most_rows) continue;
-    fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, k.most_rows, piece.x);
+    many |= std::uint64_t{__ballot_sync(~0u, vec16.z != 0)} << first;
+    if (!good || vec16.x <= k.most_rows) continue;
+    fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, k.most_rows, vec16.x);
     good = false;
   }
   if (lane == 0) s.many = many;
   return all_of_warp(good);
 }
 
-// Reads how many choices each expert gets, as their pieces come: two of a lane's are asked for at once, 256 experts in all.
+// Reads how many choices each expert gets, as their vec16s come: two of a lane's are asked for at once, 256 experts in all.
 __device__ inline bool read_choices(const Common& k, std::uint32_t step, bool sums, ReceiveShared& s, const Experts& e) {
   constexpr std::uint32_t kAtOnce = 2;
-  const std::uint32_t all = k.c.world * e.pieces;
+  const std::uint32_t all = k.c.world * e.vec16s;
   const char* counts = k.peers[k.c.rank] + k.heap.counts_at(k.c, set_of(k.c, step), 0);
   bool good = true;
 #pragma unroll 1
   for (std::uint32_t first = threadIdx.x % 32; first < all; first += 32 * kAtOnce) {
-    uint4 piece[kAtOnce];
+    uint4 vec16[kAtOnce];
 #pragma unroll
     for (std::uint32_t j = 0; j < kAtOnce; ++j)
-      if (first + 32 * j < all) piece[j] = load_piece(counts + kPieceBytes * (first + 32 * j));
+      if (first + 32 * j < all) vec16[j] = load_vec16(counts + kVec16Bytes * (first + 32 * j));
 #pragma unroll
     for (std::uint32_t j = 0; j < kAtOnce; ++j) {
       const std::uint32_t i = first + 32 * j;
       if (i >= all) continue;
-      if (!is_tagged(k, piece[j], step)) good = await_counts(k, step, counts + kPieceBytes * i, i / e.pieces, piece[j]) && good;
-      std::uint32_t n[kNumbersOfPiece];
-      unpack_numbers({{piece[j].x, piece[j].y, piece[j].z}}, n);
-      e.piece(i) = make_uint4(n[0], n[1], n[2], n[3]);
+      if (!is_tagged(k, vec16[j], step)) good = await_counts(k, step, counts + kVec16Bytes * i, i / e.vec16s, vec16[j]) && good;
+      std::uint32_t n[kNumbersOfVec16];
+      unpack_numbers({{vec16[j].x, vec16[j].y, vec16[j].z}}, n);
+      e.vec16(i) = make_uint4(n[0], n[1], n[2], n[3]);
       // More than there can be is as good as any number that is too large.
-      if (sums) atomicAdd(&s.choices[i / e.pieces], min(n[0] + n[1] + n[2] + n[3], kMaxChoices + 1));
+      if (sums) atomicAdd(&s.choices[i / e.vec16s], min(n[0] + n[1] + n[2] + n[3], kMaxChoices + 1));
     }
   }
   return all_of_warp(good);
@@ -161,7 +161,7 @@ __device__ inline uint4 add(const uint4& a, const uint4& b) { return make_uint4(
 __device__ inline void report_experts(const DispatchArguments& a, std::uint32_t first, const uint4& count, const uint4& start) {
   const std::uint32_t counts[] = {count.x, count.y, count.z, count.w}, starts[] = {start.x, start.y, start.z, start.w};
 #pragma unroll
-  for (std::uint32_t j = 0; j < kNumbersOfPiece; ++j) {
+  for (std::uint32_t j = 0; j < kNumbersOfVec16; ++j) {
     if (first + j >= a.common.experts) continue;
     a.out.counts[first + j] = static_cast<std::int32_t>(counts[j]);
     if (a.out.offsets != nullptr) a.out.offsets[first + j] = static_cast<std::int32_t>(starts[j]);
@@ -186,28 +186,28 @@ __device__ inline bool place_experts(const DispatchArguments& a, bool reports, R
   const std::uint32_t lane = threadIdx.x % 32, room = k.c.max_per_expert;
   std::uint32_t offset = 0, largest = 0;
 #pragma unroll 1
-  for (std::uint32_t p = lane; p - lane < e.pieces; p += 32) {
-    const std::uint32_t first = p * kNumbersOfPiece;
+  for (std::uint32_t p = lane; p - lane < e.vec16s; p += 32) {
+    const std::uint32_t first = p * kNumbersOfVec16;
     uint4 count = make_uint4(0, 0, 0, 0);
-    if (p < e.pieces)
+    if (p < e.vec16s)
 #pragma unroll 2
-      for (std::uint32_t r = 0; r < k.c.world; ++r) count = add(count, e.piece(r * e.pieces + p));
+      for (std::uint32_t r = 0; r < k.c.world; ++r) count = add(count, e.vec16(r * e.vec16s + p));
     const uint4 rooms = make_uint4(room_of(k, count.x), room_of(k, count.y), room_of(k, count.z), room_of(k, count.w));
     std::uint32_t all = 0;
     const std::uint32_t before = offset + sum_before(rooms.x + rooms.y + rooms.z + rooms.w, all);
     offset += all;
-    if (p >= e.pieces) continue;
+    if (p >= e.vec16s) continue;
     const std::uint32_t second = before + rooms.x, third = second + rooms.y;
     const uint4 start = make_uint4(before, second, third, third + rooms.z);
     const bool padded = k.c.layout == LayoutKind::Padded;
     uint4 at = padded ? make_uint4(first * room, (first + 1) * room, (first + 2) * room, (first + 3) * room) : start;
 #pragma unroll 2
     for (std::uint32_t r = 0; r < k.c.world; ++r) {
-      const uint4 n = e.piece(r * e.pieces + p);
-      e.piece(r * e.pieces + p) = at;
+      const uint4 n = e.vec16(r * e.vec16s + p);
+      e.vec16(r * e.vec16s + p) = at;
       at = add(at, n);
     }
-    e.piece(k.c.world * e.pieces + p) = at;
+    e.vec16(k.c.world * e.vec16s + p) = at;
     largest = max(largest, max(max(count.x, count.y), max(count.z, count.w)));
     if (reports) report_experts(a, first, count, start);
   }

@@ -30,16 +30,16 @@ __device__ inline bool find_place(const DispatchArguments& a, bool here, std::ui
   return good;
 }
 
-// False: the row is not one that this peer may send. `piece`: of the route, this lane's choice.
-__device__ inline bool read_route(const DispatchArguments& a, std::uint32_t step, const uint4& piece, const Experts& e,
+// False: the row is not one that this peer may send. `vec16`: of the route, this lane's choice.
+__device__ inline bool read_route(const DispatchArguments& a, std::uint32_t step, const uint4& vec16, const Experts& e,
                                   ArrivedRow& r) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
-  const bool here = lane < k.c.top_k && piece.x != kNowhere;
-  r.token = __shfl_sync(~0u, piece.z, 0);
+  const bool here = lane < k.c.top_k && vec16.x != kNowhere;
+  r.token = __shfl_sync(~0u, vec16.z, 0);
   r.choices = __ballot_sync(~0u, here);
-  r.weight = __uint_as_float(piece.y);
-  if (__all_sync(~0u, find_place(a, here, piece.x, e, r))) return true;
+  r.weight = __uint_as_float(vec16.y);
+  if (__all_sync(~0u, find_place(a, here, vec16.x, e, r))) return true;
   if (lane == 0) fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, r.source, step}, r.at, r.choices);
   return false;
 }
@@ -95,14 +95,14 @@ static __device__ __noinline__ void store_scale_words(const DispatchArguments& a
   }
 }
 
-// `piece`: this lane's four words of scales, of which it has the nth. to: where the row's scales begin.
-__device__ inline void place_scale(const DispatchArguments& a, char* to, const uint4& piece, std::uint32_t nth) {
+// `vec16`: this lane's four words of scales, of which it has the nth. to: where the row's scales begin.
+__device__ inline void place_scale(const DispatchArguments& a, char* to, const uint4& vec16, std::uint32_t nth) {
   const Common& k = a.common;
-  if (nth >= k.scale_pieces) return;
+  if (nth >= k.scale_vec16s) return;
   if (k.scales_in_pieces)
-    store16(to + 16 * nth, piece);
+    store16(to + 16 * nth, vec16);
   else
-    store_scale_words(a, to, 4 * nth, piece);
+    store_scale_words(a, to, 4 * nth, vec16);
 }
 
 // Ragged(zero_pad=True): a warp clears the rows between this expert's last and the next one's first.

@@ -32,7 +32,7 @@ __device__ inline bool keep_piece(const DispatchArguments& a, std::uint32_t step
   const PieceArguments& p = a.pieces;
   std::uint32_t* const kept = kept_rounds(p, source);
   const std::uint32_t set = set_of(k.c, step), pieces = kept[0], begin = kept[1 + piece];
-  const std::uint32_t rows = load_piece(k.peers[k.c.rank] + k.heap.rows_at(k.c, set, source)).x;
+  const std::uint32_t rows = load_vec16(k.peers[k.c.rank] + k.heap.rows_at(k.c, set, source)).x;
   const BlockHeader h = load_piece_header(own_slot(k, set, Op::Dispatch, source) + k.heap.piece_at(Op::Dispatch, piece));
   const std::uint32_t most = min(rows, begin + p.tokens), end = piece + 1 < pieces ? min(max(begin, h.end), most) : rows;
   if (piece + 1 < pieces) kept[2 + piece] = end;
@@ -43,7 +43,7 @@ __device__ inline bool keep_piece(const DispatchArguments& a, std::uint32_t step
 // at once, of whatever peers.
 __device__ inline void pass_on_counts(const Common& k, std::uint32_t step, const std::uint8_t* group, std::uint32_t n) {
   constexpr std::uint32_t kAtOnce = 4;
-  const std::uint32_t set = set_of(k.c, step), lane = threadIdx.x % 32, vectors = k.expert_pieces;
+  const std::uint32_t set = set_of(k.c, step), lane = threadIdx.x % 32, vectors = k.expert_vec16s;
   for (std::uint32_t first = lane; first < n * vectors; first += 32 * kAtOnce) {
     uint4 counts[kAtOnce];
 #pragma unroll
@@ -57,8 +57,8 @@ __device__ inline void pass_on_counts(const Common& k, std::uint32_t step, const
     for (std::uint32_t j = 0; j < kAtOnce; ++j) {
       const std::uint32_t i = first + 32 * j;
       if (i >= n * vectors) continue;
-      const PackedNumbers p = packed_counts(k, i % vectors * kNumbersOfPiece, counts[j]);
-      store_tagged(k, k.peers[k.c.rank] + k.heap.counts_at(k.c, set, group[i / vectors]) + kPieceBytes * (i % vectors), step, p.words[0], p.words[1], p.words[2]);
+      const PackedNumbers p = packed_counts(k, i % vectors * kNumbersOfVec16, counts[j]);
+      store_tagged(k, k.peers[k.c.rank] + k.heap.counts_at(k.c, set, group[i / vectors]) + kVec16Bytes * (i % vectors), step, p.words[0], p.words[1], p.words[2]);
     }
   }
 }
@@ -114,7 +114,7 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
   }
   if constexpr (!kPieces) {
     for (std::uint32_t i = lane; i < peers; i += 32)
-      pass_on_rows(k, step, Op::Dispatch, Phase::DispatchRecv, k.order[i], load_piece(k.peers[k.c.rank] + k.heap.rows_at(k.c, set, k.order[i])).x);
+      pass_on_rows(k, step, Op::Dispatch, Phase::DispatchRecv, k.order[i], load_vec16(k.peers[k.c.rank] + k.heap.rows_at(k.c, set, k.order[i])).x);
     __syncwarp();
   }
   for (std::uint32_t i = lane; i < peers; i += 32) {

@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kRoundsThreads, 1) dispatch(const __grid_const
   if (threadIdx.x % 32 == 0 && is_worker())
     for (std::uint64_t& turns : s.loaded[warp]) mbarrier_init(&turns, 1);
   for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kRoundsThreads) words[i] = 0;
-  const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_pieces};
+  const Experts experts{reinterpret_cast<std::uint32_t*>(launched + at.places), k.expert_vec16s};
   std::uint32_t step = 0, parities = 0;
   if (!a.pieces.begins && !find_open_step(a, step)) {
     if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);

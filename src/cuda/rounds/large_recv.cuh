@@ -27,10 +27,10 @@ __device__ inline void hear_of_rounds(const DispatchArguments& a, std::uint32_t 
     std::uint32_t* const kept = kept_rounds(a.pieces, source);
     std::uint32_t rounds = 1;
     for (std::uint32_t round = 0; round < rounds; ++round) {
-      uint4 piece;
-      if (!await_round_begin(k, a.pieces, Phase::DispatchRecv, step, source, round, piece)) return;
-      if (round == 0) rounds = min(piece.y, a.pieces.most);
-      kept[1 + round] = piece.x;
+      uint4 vec16;
+      if (!await_round_begin(k, a.pieces, Phase::DispatchRecv, step, source, round, vec16)) return;
+      if (round == 0) rounds = min(vec16.y, a.pieces.most);
+      kept[1 + round] = vec16.x;
     }
     kept[0] = rounds;
   }
@@ -160,7 +160,7 @@ class RoundReceiver {
     ArrivedRow r;
     r.source = source;
     r.at = s_.rows_begin[source] + number;
-    uint4 piece = make_uint4(kNowhere, 0, 0, 0);
+    uint4 vec16 = make_uint4(kNowhere, 0, 0, 0);
     if (lane < k_.c.top_k) piece = *reinterpret_cast<const uint4*>(end + k_.dispatch.route_at - k_.dispatch.scales_at + 16 * lane);
     if (!read_route(a_, step_, piece, e_, r)) return false;
     const std::uint32_t copies = copies_of(k_, r);
@@ -181,7 +181,7 @@ class RoundReceiver {
     char* const mine = r.out_row != kNone ? scale_place(a_, r.out_row, r.expert) : nullptr;
     for (; copies != 0; copies &= copies - 1) {
       char* const to = of_lane(mine, __ffs(static_cast<int>(copies)) - 1);
-      for (std::uint32_t nth = threadIdx.x % 32; nth < k_.scale_pieces; nth += 32)
+      for (std::uint32_t nth = threadIdx.x % 32; nth < k_.scale_vec16s; nth += 32)
         place_scale(a_, to, *reinterpret_cast<const uint4*>(scales + 16 * nth), nth);
     }
   }

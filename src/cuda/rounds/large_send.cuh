@@ -214,7 +214,7 @@ class RoundSender {
       const SpanTimer stores(k_, Span::StoringTiles);
       if (row != nullptr) {
         bulk_store(row + first, to, (elements + 15) / 16 * 16);
-        if (at + kTileBytes >= bytes_) bulk_store(row + k_.dispatch.scales_at, scales(), 16 * k_.scale_pieces);
+        if (at + kTileBytes >= bytes_) bulk_store(row + k_.dispatch.scales_at, scales(), 16 * k_.scale_vec16s);
       }
       bulk_end_group();
     }
@@ -230,12 +230,12 @@ class RoundSender {
 
   // Those that the caller gave.
   __device__ void write_scales(std::uint32_t own, char* row, std::uint32_t rows) const {
-    for (std::uint32_t begin = 0; begin < k_.scale_pieces; begin += 32) {
+    for (std::uint32_t begin = 0; begin < k_.scale_vec16s; begin += 32) {
       const std::uint32_t at = begin + threadIdx.x % 32;
-      const uint4 piece = given_piece_of_scales(a_, own, at);
+      const uint4 vec16 = given_vec16_of_scales(a_, own, at);
       for (std::uint32_t i = 0; i < rows; ++i) {
         char* const to = of_lane(row, static_cast<int>(i));
-        if (to != nullptr && at < k_.scale_pieces) store_piece(to + k_.dispatch.scales_at + 16 * at, piece);
+        if (to != nullptr && at < k_.scale_vec16s) store_vec16(to + k_.dispatch.scales_at + 16 * at, vec16);
       }
     }
   }

@@ -153,10 +153,10 @@ struct RoundRows {
 
 // Waits, by one thread, for what a source tells of a round. False: something failed.
 __device__ inline bool await_round_begin(const Common& k, const PieceArguments& p, Phase phase, std::uint32_t step, std::uint32_t source,
-                                         std::uint32_t round, uint4& piece) {
+                                         std::uint32_t round, uint4& vec16) {
   const char* const place = k.peers[k.c.rank] + k.heap.round_at(k.c, set_of(k.c, step), source, p.most, round);
-  piece = load_piece(place);
-  return is_tagged(k, piece, step) || await_tagged(k, place, phase, step, source, piece);
+  vec16 = load_vec16(place);
+  return is_tagged(k, vec16, step) || await_tagged(k, place, phase, step, source, vec16);
 }
 struct RoundRun {
   std::uint32_t round, source, first, rows;  // first: of the source's block
@@ -187,9 +187,9 @@ class Rounds {
         good = piece_has_come(k_, p_, phase_, step_, Op::Dispatch, source, 0) && good;
         rounds = good ? __ldcg(kept_rounds(p_, source)) : 0;
       } else if (is_there(source)) {
-        uint4 piece;
-        good = await_round_begin(k_, p_, phase_, step_, source, 0, piece) && good;
-        rounds = good ? piece.y : 0;
+        uint4 vec16;
+        good = await_round_begin(k_, p_, phase_, step_, source, 0, vec16) && good;
+        rounds = good ? vec16.y : 0;
         if (good && (rounds == 0 || rounds > p_.most)) good = refuse(source, p_.most, rounds);
       }
       of_source_[i] = rounds;
@@ -251,9 +251,9 @@ class Rounds {
       begin = __ldcg(kept_rounds(p_, source) + 1 + round);
       return true;
     }
-    uint4 piece;
-    const bool good = await_round_begin(k_, p_, phase_, step_, source, round, piece);
-    begin = piece.x;
+    uint4 vec16;
+    const bool good = await_round_begin(k_, p_, phase_, step_, source, round, vec16);
+    begin = vec16.x;
     return good;
   }
   __device__ bool refuse(std::uint32_t source, std::uint32_t expected, std::uint32_t seen) const {
