@@ -161,8 +161,8 @@ class RoundReceiver {
     r.source = source;
     r.at = s_.rows_begin[source] + number;
     uint4 vec16 = make_uint4(kNowhere, 0, 0, 0);
-    if (lane < k_.c.top_k) piece = *reinterpret_cast<const uint4*>(end + k_.dispatch.route_at - k_.dispatch.scales_at + 16 * lane);
-    if (!read_route(a_, step_, piece, e_, r)) return false;
+    if (lane < k_.c.top_k) vec16 = *reinterpret_cast<const uint4*>(end + k_.dispatch.route_at - k_.dispatch.scales_at + 16 * lane);
+    if (!read_route(a_, step_, vec16, e_, r)) return false;
     const std::uint32_t copies = copies_of(k_, r);
     const bool with_scales = quantised(k_.c.wire) && part == parts_ - 1;
     if ((copies >> lane & 1) != 0) {
