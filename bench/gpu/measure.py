@@ -298,8 +298,11 @@ class Size:
                 note()
         return times
 
+    def _of_ranks(self, mine: list[float], what: str) -> Times:
+        return np.array(self._world.gather(mine, what), dtype=np.float64)
+
     def _slowest(self, mine: list[float], what: str) -> Times:
-        return np.array(self._world.gather(mine, what), dtype=np.float64).max(axis=0)
+        return self._of_ranks(mine, what).max(axis=0)
 
     def _kernels(self, a2a: AllToAll, point: Point) -> None:
         pairs = self._options.pairs
@@ -322,7 +325,10 @@ class Size:
         # waits for the other. The last combine of a graph has no launch after it.
         both = np.array(dispatch).reshape(len(wall), -1)[:, :-1].ravel() + combine
         for name, mine in (("dispatch", dispatch), ("combine", combine), ("round trip", both.tolist())):
-            point.phases[name] = Figure.of(self._slowest(mine, name))
+            of_ranks = self._of_ranks(mine, name)
+            point.phases[name] = Figure.of(of_ranks.max(axis=0))
+            # All end together, so the fastest one is the one that began last, and waited for no rank to begin.
+            point.phases[f"{name}, last start"] = Figure.of(of_ranks.min(axis=0))
         point.phases["wall"] = Figure.of(self._slowest(wall, "wall"))
         point.phases["halves"] = Figure.of(self._slowest(halves, "halves"))
 

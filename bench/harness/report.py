@@ -14,7 +14,7 @@ from typing import Any
 from bench.harness.batch import Shape
 from bench.harness.clock import Figure
 from bench.harness.options import Options
-from bench.harness.results import FUSED, Point, Results
+from bench.harness.results import FUSED, PHASES, Point, Results
 from bench.harness.world import World
 from bench.harness.writes import remote_ranks
 from pplx_comm._version import __version__
@@ -92,12 +92,14 @@ def _bare(bare: dict[str, Figure], phase: str, ratio: float | None) -> list[str]
 def _besides(point: Point) -> str:
     p50 = {phase: _number(figure.p50) for phase, figure in point.phases.items()}
     if "wall" in p50:
+        last = [_number(point.phases[f"{phase}, last start"].p99) for phase in PHASES]
         ratio = _times(point.phases["wall"].p50 / point.phases["round trip"].p50)
         of_mapped = ", ".join(f"{phase} {_times(point.phases[phase].p50 / it.p50)}" for phase, it in point.beside.items())
         return (
             (f"in multiples of mapped: {of_mapped}; " if of_mapped else "")
             + f"a pair in the graph {p50['wall']} ({ratio} of its kernels), in halves {p50['halves']}, eagerly {p50['eager']}, "
-            f"of which the host {p50['host']} (dispatch {p50['host dispatch']}, combine {p50['host combine']})"
+            f"of which the host {p50['host']} (dispatch {p50['host dispatch']}, combine {p50['host combine']}); "
+            f"p99 from the last rank's start: dispatch {last[0]}, combine {last[1]}"
         )
     return (
         f"halves: dispatch {p50['dispatch_send']} send + {p50['dispatch_recv']} recv, "
