@@ -30,7 +30,7 @@ class Mode(Protocol):
 
 
 class DeepEp:
-    name = "deep_ep"
+    name, in_pairs = "deep_ep", False
 
     def __init__(self, library: Any, group: Any, world: World, options: Options, device: Any) -> None:
         if not hasattr(library, "Buffer"):

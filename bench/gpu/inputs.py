@@ -25,6 +25,8 @@ class GpuPeer(Protocol):
     """How it is called at the size that was prepared."""
     in_graphs: bool
     """True if these calls can be captured."""
+    in_pairs: bool
+    """True if each combine must follow a dispatch: its time is that of both, less a dispatch's."""
 
     def has_num_sms(self, shape: Shape) -> bool:
         """True if its number of multiprocessors can be set at this size."""

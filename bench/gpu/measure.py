@@ -449,17 +449,21 @@ class Size:
         together("prepares", lambda: peer.prepare(self._shape, inputs, num_sms))
         together("first calls", round_trips)  # setup at a library's first call cannot be captured
         self._device.synchronize()
-        figures: dict[str, Figure] = {}
+        mine: dict[str, list[float]] = {}
         for phase, calls in (("dispatch", dispatches), ("combine", combines), ("round trip", round_trips)):
+            if phase == "combine" and peer.in_pairs:
+                continue
             replay = together(f"{phase} in a graph", partial(self._device.capture, calls)) if peer.in_graphs else calls
-            times = []
+            times = mine[phase] = []
             for turn in range(self._options.replays + WARMING):
                 self._world.barrier()
                 took = together(phase, partial(self._device.time, replay))
                 if turn >= WARMING:
                     times.append(took / len(turns))
-            figures[phase] = Figure.of(self._slowest(times, f"{peer.name}: {phase}"))
-        return figures
+        slowest = {phase: self._slowest(times, f"{peer.name}: {phase}") for phase, times in mine.items()}
+        if peer.in_pairs:
+            slowest["combine"] = slowest["round trip"] - np.median(slowest["dispatch"])
+        return {phase: Figure.of(slowest[phase]) for phase in FUSED}
 
 
 def opened(local_rank: int) -> Any:

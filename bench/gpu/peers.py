@@ -17,6 +17,7 @@ import torch.distributed as dist
 from bench.cpu.peers import Packing, Peer
 from bench.gpu import symmetric
 from bench.gpu.deep_ep import DeepEp
+from bench.gpu.flashinfer import FlashInfer
 from bench.gpu.inputs import GpuPeer, Inputs
 from bench.harness.batch import Shape
 from bench.harness.options import Options
@@ -62,6 +63,8 @@ class Groups:
 
 class Collectives:
     """The common part of baselines on torch's collectives."""
+
+    in_pairs = False
 
     def __init__(self, world: World, options: Options, device: Any) -> None:
         self._world, self._device = world, device.device
@@ -130,7 +133,7 @@ class GatherAndReduce(Collectives):
 
 
 class SymmetricMemory:
-    name, in_graphs = "symm_mem", True
+    name, in_graphs, in_pairs = "symm_mem", True, False
 
     def __init__(self, world: World, options: Options, device: Any) -> None:
         self._device = device.device
@@ -166,12 +169,19 @@ class SymmetricMemory:
     def close(self) -> None: ...
 
 
-def _deep_ep(world: World, options: Options, device: Any) -> GpuPeer:
+def _imported(name: str) -> Any:
     try:
-        library = importlib.import_module("deep_ep")
+        return importlib.import_module(name)
     except ImportError as problem:
-        raise Off(f"import deep_ep: {problem}") from None
-    return DeepEp(library, group_of(world, options, device.device), world, options, device)
+        raise Off(f"import {name}: {problem}") from None
+
+
+def _deep_ep(world: World, options: Options, device: Any) -> GpuPeer:
+    return DeepEp(_imported("deep_ep"), group_of(world, options, device.device), world, options, device)
+
+
+def _flashinfer(world: World, options: Options, device: Any) -> GpuPeer:
+    return FlashInfer(lambda: _imported("flashinfer.comm"), world, options, device)
 
 
 PEERS: dict[str, Callable[[World, Options, Any], GpuPeer]] = {
@@ -179,4 +189,5 @@ PEERS: dict[str, Callable[[World, Options, Any], GpuPeer]] = {
     "ag_rs": GatherAndReduce,
     "symm_mem": SymmetricMemory,
     "deep_ep": _deep_ep,
+    "flashinfer": _flashinfer,
 }

@@ -11,7 +11,7 @@ import torch
 from pplx_comm.layer_arguments import DTYPES, add_layer_arguments, layout_of, positive
 from pplx_comm.layouts import Layout
 
-PEERS = {"cpu": ("gloo", "mpi"), "cuda": ("nccl", "ag_rs", "symm_mem", "deep_ep")}
+PEERS = {"cpu": ("gloo", "mpi"), "cuda": ("nccl", "ag_rs", "symm_mem", "deep_ep", "flashinfer")}
 """Peers to compare with, by device."""
 
 
@@ -110,7 +110,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     what.add_argument(
         "--peers", "--peer", type=_peers, metavar="P,P",
-        help="compare with gloo, mpi; on cuda nccl, ag_rs, symm_mem, deep_ep; or none (all that the device has)",
+        help="compare with gloo, mpi; on cuda nccl, ag_rs, symm_mem, deep_ep, flashinfer; or none (all that the device has)",
     )  # fmt: skip
     what.add_argument(
         "--routing", choices=("uniform", "zipf", "one-hot"), default="uniform", help="how tokens choose experts (uniform)"

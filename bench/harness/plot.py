@@ -11,6 +11,7 @@ COLOURS = ("#1f77b4", "#d62728", "#2ca02c", "#9467bd", "#ff7f0e", "#17becf")
 PEER_STYLES = {
     "gloo": ("#555555", "s"), "mpi": ("#999999", "^"),
     "nccl": ("#555555", "s"), "ag_rs": ("#777777", "v"), "symm_mem": ("#999999", "^"), "deep_ep": ("#333333", "d"),
+    "flashinfer": ("#555555", "P"),
 }  # fmt: skip
 BY_SMS_TOKENS = 4096
 """The size whose time is drawn against multiprocessors, where it was measured; else the largest."""
@@ -84,7 +85,7 @@ def _draw(axis: Any, phase: str, record: dict[str, Any], x_of: Callable[[dict[st
                 axis.plot(*zip(*bare, strict=True), color=colour, linestyle=style, linewidth=1.6, label=f"{what} of {name}")
     for name in dict.fromkeys(peer["peer"] for peer in record["peers"]):
         colour, marker = PEER_STYLES.get(name, ("#777777", "d"))
-        label = name if name == "deep_ep" else f"{name} + permutes"
+        label = name if name in ("deep_ep", "flashinfer") else f"{name} + permutes"
         of_peer = [p for p in record["peers"] if p["peer"] == name]
         line(of_peer, "phases", color=colour, marker=marker, linestyle="--", linewidth=1.4, label=label)
 

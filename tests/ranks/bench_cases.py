@@ -16,10 +16,11 @@ from bench.cpu.floor import Copies
 from bench.gpu import peers
 from bench.gpu.composite import Geometry, Places, Plan, Row
 from bench.gpu.device import Cuda, instruments
+from bench.gpu.flashinfer import Exchange, FlashInfer
 from bench.harness.batch import Shape, Source
 from bench.harness.clock import Clock
 from bench.harness.options import Options, from_arguments, parser_of
-from bench.harness.reference import Checks
+from bench.harness.reference import Checks, Wrong
 from bench.harness.world import World
 
 
@@ -108,6 +109,80 @@ def gpu_peers(me: Any, arguments: list[str]) -> None:
         assert not notes, notes
     finally:
         dist.destroy_process_group()
+        world.close()
+
+
+class FlashInferStandIn:
+    """Its functions on CPU tensors. Rows arrive last token first. plant: what is wrong, on all ranks."""
+
+    mnnvl = SimpleNamespace(MnnvlConfig=SimpleNamespace)
+
+    def __init__(self, plant: str) -> None:
+        self._plant = plant
+
+    def Mapping(self, size: int, rank: int, gpus_per_node: int, **parallel: int) -> None:
+        assert gpus_per_node == size and parallel == {"tp_size": size, "moe_ep_size": size}
+
+    def moe_a2a_get_workspace_size_per_rank(self, size: int, tokens: int, dispatched: int, combined: int) -> int:
+        return size * tokens * (dispatched + combined)
+
+    def MoeAlltoAll(self, mapping: None, tokens: int, top_k: int, experts: int, nbytes: int, mnnvl_config: Any) -> Any:
+        self._exchange: Exchange = mnnvl_config.comm_backend
+        return SimpleNamespace(workspace=torch.zeros(self._exchange.Get_size(), nbytes, dtype=torch.uint8), metainfo=None)
+
+    def moe_a2a_dispatch(
+        self, ids: torch.Tensor, payloads: list[torch.Tensor], workspace: Any, metainfo: None, tokens: int, rank: int, size: int,
+        top_k: int, experts: int,
+    ) -> tuple[list[torch.Tensor], int, None]:  # fmt: skip
+        assert ids is payloads[-2] and ids.dtype == torch.int32 and ids.shape == (tokens, top_k)
+        all_ranks, per_rank = self._exchange.allgather((ids, payloads)), experts // size
+        self._sent = [[(of // per_rank == to).any(1).nonzero()[:, 0].flip(0) for to in range(size)] for of, _ in all_ranks]
+        planes = [torch.zeros(size, tokens, payload.shape[1], dtype=payload.dtype) for payload in payloads]
+        for source, (_, of_source) in enumerate(all_ranks):
+            for plane, payload in zip(planes, of_source, strict=True):
+                rows = payload[self._sent[source][rank]]
+                plane[source, : len(rows)] = rows
+        planes[0][0, 0, 0] += self._plant == "rows"
+        return planes, 16, None
+
+    def moe_a2a_sanitize_expert_ids(self, ids: torch.Tensor, workspace: Any, metainfo: None, rank: int, invalid: int) -> None:
+        for source, plane in enumerate(ids):
+            plane[len(self._sent[source][rank]) :] = 0 if self._plant == "ids" else invalid
+
+    def moe_a2a_wrap_payload_tensor_in_workspace(
+        self, workspace: torch.Tensor, leading: list[int], begin: int, end: int, dtype: torch.dtype
+    ) -> torch.Tensor:
+        return workspace[begin:end].view(dtype).view(*leading, -1)
+
+    def moe_a2a_combine(
+        self, answers: torch.Tensor, tokens: int, workspace: Any, metainfo: None, runtime_tokens: int, rank: int, size: int,
+        top_k: int, offset: int, payload_in_workspace: bool, output: torch.Tensor,
+    ) -> None:  # fmt: skip
+        assert payload_in_workspace and answers.data_ptr() == workspace[rank].data_ptr() + offset
+        output.fill_(self._plant == "sums")
+        for sent, of_rank in zip(self._sent[rank], self._exchange.allgather(answers), strict=True):
+            output[sent] += of_rank[rank, : len(sent)]
+
+
+def flashinfer_peer(me: Any, arguments: list[str], plant: str) -> str:
+    """Returns what its check says."""
+    options = parse(arguments)
+    world = World(options, None)
+    try:
+        cpu = SimpleNamespace(device=torch.device("cpu"))
+        peer = FlashInfer(lambda: FlashInferStandIn(plant), world, options, cpu)
+        for tokens in options.tokens:
+            shape = Shape(options, tokens, me.rank, me.world_size)
+            batches = [Source(shape).batch(i) for i in range(2)]
+            inputs = peers.Inputs([b.x for b in batches], [b.topk_ids for b in batches], [b.topk_weights for b in batches])
+            peer.prepare(shape, inputs)
+            for i in (1, 0):
+                peer.dispatch(i)
+                peer.combine(i)
+        return ""
+    except Wrong as wrong:
+        return str(wrong)
+    finally:
         world.close()
 
 

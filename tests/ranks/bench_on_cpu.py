@@ -19,6 +19,7 @@ from typing import Any
 import torch
 
 from bench.gpu import measure as gpu
+from bench.gpu import peers
 from bench.harness.rank import leave
 from pplx_comm import AllToAll
 
@@ -150,6 +151,7 @@ def wrong_dispatch(right: Callable[..., Any]) -> Callable[..., Any]:
 
 PLANTS: dict[str, list[tuple[type, str, Any]]] = {
     "none": [],
+    "pairs": [(peers.GatherAndReduce, "in_pairs", lambda right: True)],
     "deaf": [],  # an AllToAll that does not heed crossover.py's setting
     "combine": [(AllToAll, "combine", wrong), (AllToAll, "combine_recv", wrong)],
     "later": [(AllToAll, "combine_recv", wrong)],

@@ -77,9 +77,9 @@ def test_latency_of_a_gpu_up_to_its_cuda_calls(tmp_path: Path) -> None:
     """Every transport and number of multiprocessors has a point. Pictures are drawn."""
     pytest.importorskip("matplotlib")
     transports = ["mapped", "proxy:tcp", "nvshmem:1"]
-    arguments = ["--tokens", "3,600", "--peers", "nccl,ag_rs,deep_ep", "--num-sms", "all,3", "--wire", "fp8"]
+    arguments = ["--tokens", "3,600", "--peers", "nccl,ag_rs,deep_ep,flashinfer", "--num-sms", "all,3", "--wire", "fp8"]
     arguments += ["--slot-bytes", "600000", "--transport", ",".join(transports)]
-    record, _ = written_by(tmp_path, ON_CPU, "latency", "none", *GPU, *TINY, *arguments)
+    record, _ = written_by(tmp_path, ON_CPU, "latency", "pairs", *GPU, *TINY, *arguments)
     expected = [(tokens, transport, n) for tokens in (3, 600) for transport in transports for n in (3, None)]
     assert [(p["tokens"], p["transport"], p["num_sms"]) for p in record["points"]] == expected and record["in_pieces"] == [600]
     for point in record["points"]:
@@ -87,7 +87,13 @@ def test_latency_of_a_gpu_up_to_its_cuda_calls(tmp_path: Path) -> None:
         assert phases == {"dispatch": 3.0, "combine": 5.0, "round trip": 8.0} and set(point["phases"]) > PHASES
         assert floor["round trip"] == pytest.approx(floor["dispatch"] + floor["combine"])
     assert [(p["peer"], p["tokens"]) for p in record["peers"]] == [(name, n) for n in (3, 600) for name in ("nccl", "ag_rs")]
-    assert set(record["peers_off"]) == {"deep_ep"}
+    for peer in record["peers"]:
+        dispatch, combine, both = (peer["phases"][phase]["p50"] for phase in ("dispatch", "combine", "round trip"))
+        assert peer["peer"] == "nccl" or combine == pytest.approx(both - dispatch)
+    assert {name: why.partition(":")[0] for name, why in record["peers_off"].items()} == {
+        "deep_ep": "import deep_ep",
+        "flashinfer": "import flashinfer.comm",
+    }
     drawn = plot.plot(record, str(tmp_path / "bench.png"))
     assert drawn == [str(tmp_path / name) for name in ("bench.png", "bench-by-sms.png")]
     assert all(Path(path).read_bytes().startswith(b"\x89PNG") for path in drawn)
@@ -143,3 +149,11 @@ def test_the_floor_copies_every_byte_once(crew: Crew, layout: str, wire: str, ro
 def test_peers_bring_what_was_sent(crew: Crew) -> None:
     shape = ["--tokens", "5", "--dtype", "fp32", "--hidden", "256", "--experts", "7", "--top-k", "3", "--wire", "fp8"]
     crew.run("bench_cases:gpu_peers", shape)
+
+
+@pytest.mark.parametrize("wire", ["native", "fp8", "mxfp8"])
+def test_flashinfer_is_checked(crew: Crew, wire: str) -> None:
+    shape = ["--tokens", "5,9", "--hidden", "256", "--experts", "6", "--top-k", "3", "--wire", wire]
+    for plant, says in (("none", ""), ("rows", "rows from rank 0"), ("ids", "have ids"), ("sums", "sums are not")):
+        said = crew.run("bench_cases:flashinfer_peer", shape, plant)
+        assert all(says in one and bool(says) == bool(one) for one in said), (plant, said)
