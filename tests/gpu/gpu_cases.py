@@ -58,6 +58,9 @@ if "PPLX_TEST_CUDA" in os.environ:
     use_module(os.environ["PPLX_TEST_CUDA"])
 if "PPLX_TEST_NVSHMEM" in os.environ:
     use_nvshmem_module(os.environ["PPLX_TEST_NVSHMEM"])
+if "PPLX_TEST_NVSHMEM_TRIED" in os.environ:  # other ranks tried it alone, which takes each of them seconds
+    gpus_here = range(torch.cuda.device_count())
+    nvshmem.library.probed = {(gpu, by_nic): nvshmem.Alone(None) for gpu in gpus_here for by_nic in (False, True)}
 
 HELD = 10.0
 """Seconds on the GPU's clock that a test holds multiprocessors for at most: less than the library's patience with a peer."""

@@ -114,14 +114,14 @@ def test_proofs_run_beside_each_other_and_figures_alone(tmp_path: Path, monkeypa
     met = {False: threading.Barrier(2), True: threading.Barrier(2)}
     alone: list[bool] = []
 
-    def attempt(run: Run, *_: object) -> tuple[bool, str]:
+    def attempt(run: Run, *_: object) -> tuple[str, str]:
         """Two proofs meet, a figure waits for another in vain."""
         try:
             met[run.figure].wait(0.1 if run.figure else 60)
         except threading.BrokenBarrierError:
             met[run.figure].reset()
             alone.append(run.figure)
-        return True, run.name
+        return "ok", run.name
 
     monkeypatch.setattr(on_gpus, "attempt", attempt)
     runs = [Run(name, "", 0, "", figure=name.startswith("f")) for name in ("p1", "p2", "f1", "f2")]
