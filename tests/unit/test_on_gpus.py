@@ -85,6 +85,10 @@ def test_what_succeeded_is_not_run_again(tmp_path: Path) -> None:
         and re.search(r"^bad +failed \(3\)", summary, re.MULTILINE)
         and re.search(r"^one +ok .* seen$", summary, re.MULTILINE)
     )
+    none = Run("none", "", 1, "{python} -S -c 'print(\"== 2 skipped in 1.00s ==\")'")
+    for _ in range(2):
+        good, summary = plan(tmp_path, [none])
+        assert good and re.search(r"^none +skipped .* 2 skipped in 1.00s$", summary.splitlines()[-1])
     good, summary = plan(tmp_path, runs[1:])
     assert good and summary.endswith("ok before\n")
     assert (tmp_path / "one.py.count").read_text() == "x" and not (tmp_path / "bad.ok").exists()
