@@ -3,7 +3,7 @@
     python tests/mutants/run_cuda.py                    all
     python tests/mutants/run_cuda.py release            those whose names have one of these words
 
-All have a verdict, see tests/README.md. Soaks take twice the steps that they take without a mutant. Mutants of hooks and of blocks in pieces are run_emulation.py's.
+All have a verdict, see tests/README.md. Soaks take three times the steps of test_fuzz.py alone. Mutants of hooks and of blocks in pieces are run_emulation.py's.
 
 Works on copies of the sources in build/gpu-mutants, built side by side (each wants about 4 cores and 3 GiB), run one after the other.
 Exit code 1 if one survives, or no longer applies, or if the tests fail without.
@@ -318,7 +318,7 @@ def build_modules(sources: Path, build: Path, *targets: str, jobs: int = CORES_O
 def verdict(module: Path) -> tuple[bool, str]:
     """Returns True if the tests pass, else in which words they do not."""
     os.environ["PPLX_TEST_CUDA"] = str(module)
-    os.environ["PPLX_TEST_VOLUME"] = "2"
+    os.environ["PPLX_TEST_VOLUME"] = "3"
     os.environ["PPLX_TEST_STEP_TIMEOUT"] = "4"  # lost data never comes, and every wait for it is a mutant's
     code, output = run.call([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(TESTS)], RUN_LIMIT)
     if code is None:
