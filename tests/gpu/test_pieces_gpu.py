@@ -50,14 +50,14 @@ def random_large(number: int, transport: str) -> Case:
     r = random.Random(f"{seed()} {number} {WORLD}")
     case = Case(
         seed() * 100 + number, WORLD, num_experts=r.choice([WORLD, 3 * WORLD, 64]), top_k=r.choice([1, 2, 4, 8]),
-        hidden=r.choice([16, 144, 528, 2064]), max_tokens=r.randint(300, 700), wire=r.choice(WIRES),
+        hidden=r.choice([16, 144, 528, 1040]), max_tokens=r.randint(300, 700), wire=r.choice(WIRES),
         layout=r.choice(["ragged", "padded", "compact"]), in_flight=r.choice([1, 2, 4]),
         crowd=r.choice(["full", "uneven", "uneven", "one_has_all", "one_has_none"]),
         routing=r.choice(["uniform", "uniform", "zipf", "to_one", "sparse", "local"]), steps=4, first_step=2**32 - 3,
         transport=transport,
     )  # fmt: skip
     if case.layout == "padded":
-        case = replace(case, num_experts=min(case.num_experts, 3 * WORLD), top_k=min(case.top_k, 4))
+        case = replace(case, num_experts=min(case.num_experts, 3 * WORLD), top_k=min(case.top_k, 4), hidden=min(case.hidden, 528))
     return pieces(case)
 
 
