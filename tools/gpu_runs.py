@@ -1,10 +1,10 @@
-"""Runs that need GPUs, for tools/on_gpus.py: proofs first, then figures."""
+"""Runs that need GPUs, for tools/on_gpus.py: proofs, the longest first, so that few run alone in the end; then figures."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
-PYTEST = "{python} -m pytest -p no:cacheprovider --maxfail=8 tests/gpu/"
+PYTEST = "{python} -m pytest -p no:cacheprovider -rfEs --durations=8 --maxfail=8 tests/gpu/"
 DECODE = "--tokens 1,8,32,128,512"
 LARGE = "--tokens 1024,2048,4096,8192 --num-sms 8,16,24,32,all --pairs 16 --replays 5"
 V3 = "--experts {experts} --hidden 7168 --intermediate 2048 --top-k 8"
@@ -16,7 +16,7 @@ class Run:
     name: str
     about: str
     minutes: float
-    """Time on H200s, roughly. A run that takes twice as long is ended."""
+    """Time on H200s, roughly; of a proof beside two others. A run that takes twice as long is ended."""
     command: str
     """{python}, {gpus}, {experts} (32 for each GPU) and {out}, a path for files of the run's own, are filled in."""
     gpus: int = 2
@@ -42,28 +42,34 @@ def launched(name: str, about: str, minutes: float, script: str) -> Run:
 
 
 PROOFS = (
-    Run("proof-small", "steps of few tokens: bits, replays, streams, deaths, resets, memcheck", 4, PYTEST + "test_gpu.py"),
-    Run("proof-open-steps", "eager steps among replays, refusals", 2, PYTEST + "test_open_steps.py"),
-    Run("proof-large", "steps of many tokens", 2, PYTEST + "test_large.py"),
-    Run("proof-hooks", "a kernel that spins on d.arrived", 3, PYTEST + "test_hooks_gpu.py"),
-    Run("proof-pieces", "blocks in pieces", 9, PYTEST + "test_pieces_gpu.py"),
-    Run("proof-replicas", "ranks that hold the same tokens", 2, PYTEST + "test_replicas.py"),
-    Run("proof-across", "nodes of one GPU, over tcp and shm, chaos and deaths among it", 4, PYTEST + "test_across_nodes.py"),
-    Run("proof-placement", "blocks in GPU memory", 3, PYTEST + "test_placement.py"),
-    Run("proof-moe", "the MoE layer and its products", 9, PYTEST + "test_moe_gpu.py"),
-    Run("proof-nvshmem-near", "NVSHMEM over P2P, peers that stores reach", 4, PYTEST + "test_nvshmem.py -k 'near and not fuzz'"),
-    Run("proof-nvshmem-far", "NVSHMEM over P2P, peers that are put to", 8, PYTEST + "test_nvshmem.py -k 'far and not fuzz'"),
-    Run("proof-nvshmem-else", "heap, doctor", 1, PYTEST + "test_nvshmem.py -k 'heap or doctor'"),
-    Run("proof-fuzz", "kernels with delays from a seed; compiles them first", 9, PYTEST + "test_fuzz.py"),
-    Run("proof-nvshmem-fuzz", "the same over NVSHMEM; compiles them first", 8, PYTEST + "test_nvshmem.py -k fuzz"),
+    Run("proof-fuzz", "kernels with delays from a seed; compiles both fuzz modules first", 4, PYTEST + "test_fuzz.py"),
     Run(
         "proof-nvshmem-steps",
-        "100,000 steps over NVSHMEM, fewer where peers are far",
-        9,
-        PYTEST + "test_nvshmem.py -m slow -k 100_000",
+        "40,000 steps over NVSHMEM, fewer where peers are far",
+        4,
+        PYTEST + "test_nvshmem.py -m slow -k many_steps",
     ),
-    Run("proof-efa", "software EFA NICs", 3, PYTEST + "test_efa.py"),
-    Run("proof-mutants", "planted bugs in kernels", 25, "{python} tests/mutants/run_cuda.py"),
+    Run("proof-nvshmem-far", "NVSHMEM over P2P, peers that are put to", 3, PYTEST + "test_nvshmem.py -k 'far and not fuzz'"),
+    Run("proof-nvshmem-near", "NVSHMEM over P2P, peers that stores reach", 3, PYTEST + "test_nvshmem.py -k 'near and not fuzz'"),
+    Run("proof-pieces", "blocks in pieces", 3, PYTEST + "test_pieces_gpu.py"),
+    Run("proof-small", "steps of few tokens: bits, replays, streams, deaths, resets", 3, PYTEST + "test_gpu.py -k 'not memcheck'"),
+    Run("proof-moe", "the MoE layer and its products", 3, PYTEST + "test_moe_gpu.py"),
+    Run("proof-across", "nodes of one GPU, over tcp and shm, chaos and deaths among it", 2.5, PYTEST + "test_across_nodes.py"),
+    Run("proof-large", "steps of many tokens", 2.5, PYTEST + "test_large.py"),
+    Run("proof-nvshmem-fuzz", "NVSHMEM with delays from a seed", 2, PYTEST + "test_nvshmem.py -k fuzz"),
+    Run("proof-hooks", "a kernel that spins on d.arrived", 2, PYTEST + "test_hooks_gpu.py"),
+    Run("proof-memcheck", "steps under compute-sanitizer", 2, PYTEST + "test_gpu.py -k memcheck"),
+    Run("proof-placement", "blocks in GPU memory", 2, PYTEST + "test_placement.py"),
+    Run("proof-efa", "software EFA NICs; PPLX_LIBFABRIC names a libfabric with efa", 2, PYTEST + "test_efa.py"),
+    Run("proof-open-steps", "eager steps among replays, refusals", 1, PYTEST + "test_open_steps.py"),
+    Run("proof-replicas", "ranks that hold the same tokens", 1, PYTEST + "test_replicas.py"),
+    Run("proof-nvshmem-else", "heap, doctor, an NVSHMEM of others", 1, PYTEST + "test_nvshmem.py -k 'heap or doctor or already'"),
+    Run(
+        "proof-mutants",
+        "planted bugs in kernels; not in the two runs of all other proofs",
+        25,
+        "{python} tests/mutants/run_cuda.py",
+    ),
 )
 
 FIGURES = (

@@ -3,7 +3,8 @@
     python tools/on_gpus.py --list                                        what there is, and what this machine can run of it
     python tools/on_gpus.py --build --minutes 25 --out DIR --only 'large-*,proof-large'
     python tools/on_gpus.py --out DIR --only 'proof-*' --beside 3         three proofs at a time, which GPUs take by turns
-    python tests/gpu/mps.py 2 -- python tools/on_gpus.py --out DIR --only 'proof-*'      two ranks share each GPU: for proofs only
+    python tests/gpu/mps.py 2 --room-for 6 -- python tools/on_gpus.py --out DIR --only 'proof-*' --beside 3 --minutes 9
+        all proofs, in two such runs: two ranks share each GPU, three proofs run at a time
 
 A run's output, figures and plots lie in DIR under its name; summary.txt has a line each. Runs that have succeeded there are not run
 again, so that a plan which did not fit goes on with the same command. The status is 0 if all that was begun succeeded.
@@ -15,6 +16,7 @@ import argparse
 import fnmatch
 import itertools
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -89,7 +91,8 @@ def last_line(log: Path) -> str:
     return next((line for line in reversed(lines) if line), "")
 
 
-def attempt(run: Run, machine: Machine, out: Path, seconds: float) -> tuple[bool, str]:
+def attempt(run: Run, machine: Machine, out: Path, seconds: float) -> tuple[str, str]:
+    """Returns how it ended, and a line about it."""
     log = out / f"{run.name}.log"
     begun = time.monotonic()
     status = follow(
@@ -99,8 +102,9 @@ def attempt(run: Run, machine: Machine, out: Path, seconds: float) -> tuple[bool
         {**os.environ, "PYTHONUNBUFFERED": "1", **dict(run.env)},
     )
     took = f"{time.monotonic() - begun:.0f} s"
-    how = "cut off" if status is None else "ok" if status == 0 else f"failed ({status})"
-    return status == 0, f"{run.name:20} {how:11} {took:>6}  {last_line(log)[:160]}"
+    said = last_line(log)
+    how = "cut off" if status is None else f"failed ({status})" if status else "skipped" if re.match(r"\d+ skipped", said) else "ok"
+    return how, f"{run.name:20} {how:11} {took:>6}  {said[:160]}"
 
 
 def list_runs(runs: list[Run], machine: Machine) -> None:
@@ -118,7 +122,7 @@ def build(out: Path, cmake: str) -> None:
 
 
 def run_one(run: Run, machine: Machine, out: Path, until: float) -> tuple[bool, str]:
-    """Returns true if it succeeded or was not begun, and its outcome in words."""
+    """Returns true if it succeeded, skipped all or was not begun, and its outcome in words."""
     done = out / f"{run.name}.ok"
     left = until - time.monotonic()
     lacks = machine.lacks(run)
@@ -128,10 +132,10 @@ def run_one(run: Run, machine: Machine, out: Path, until: float) -> tuple[bool, 
         return True, f"{run.name:20} not run: {lacks}"
     if left < 60 * run.minutes:
         return True, f"{run.name:20} not run: takes {run.minutes:g} minutes, and {max(left, 0) / 60:.1f} are left"
-    succeeded, line = attempt(run, machine, out, left)
-    if succeeded:
+    how, line = attempt(run, machine, out, left)
+    if how == "ok":
         done.touch()
-    return succeeded, line
+    return how in ("ok", "skipped"), line
 
 
 def run_all(runs: list[Run], machine: Machine, out: Path, until: float, beside: int = 1) -> bool:

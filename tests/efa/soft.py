@@ -24,7 +24,7 @@ def software(**options: Any) -> SoftEfa:
     more = tuple((name, str(value)) for name, value in options.pop("more", {}).items())
     # Uses a wheel of the checkout's environment; a wheel that is there and cannot be used fails the test.
     if not any(path.is_file() for path, _ in libfabrics.candidates(options.get("libfabric"), os.environ)):
-        pytest.skip(f"there is no libfabric here: {libfabrics.INSTALL}")
+        pytest.skip("no libfabric with efa: pip install mpich, or set PPLX_LIBFABRIC=/path/of/libfabric.so.1, 1.18 or newer")
     return SoftEfa(Options(more=more, **options))
 
 

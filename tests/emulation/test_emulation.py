@@ -32,6 +32,12 @@ def test_rows_that_look_blank(crew: Crews, wire: str) -> None:
     crew.run("emulated:call", module(), "gpu_cases:rows_that_look_blank", case, 6)
 
 
+def test_ranks_take_the_module_that_their_environment_names() -> None:
+    """So does the fuzz build of tests/gpu reach ranks, which are forked."""
+    with Crew(1, {"PPLX_TEST_CUDA": module()}) as crew:
+        assert crew.run("gpu_cases:module_in_use") == [module()]
+
+
 def test_rows_of_several_rounds() -> None:
     """The senders of a thread block have a piece of each row at once. These have more pieces, and units are of several tokens."""
     with Crew(2) as crew:

@@ -27,13 +27,22 @@ class CarriedDispatched:
     def __init__(self, owner: Carried, inner: pc.Dispatched) -> None:
         self.owner, self.inner = owner, inner
         self.plan = inner.plan
+        self._there: dict[str, torch.Tensor | None] = {}
 
     def __getattr__(self, name: str) -> Any:
+        if name in self._there:
+            return self._there[name]
         value = getattr(self.inner, name)
-        return moved(value, "cpu") if name in _TENSORS else value
+        if name not in _TENSORS:
+            return value
+        there = moved(value, "cpu")
+        if value is None or not value.requires_grad:  # the runner looks at each many times
+            self._there[name] = there
+        return there
 
     def wait(self) -> CarriedDispatched:
         self.inner.wait()
+        self._there.clear()
         self.owner.ended()
         return self
 

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import functools
 import importlib
 import importlib.util
 import os
@@ -54,10 +55,22 @@ def use_nvshmem_module(path: str) -> None:
     pc._nvshmem = load_module("pplx_comm._nvshmem", path)  # type: ignore[attr-defined]
 
 
-if "PPLX_TEST_CUDA" in os.environ:
-    use_module(os.environ["PPLX_TEST_CUDA"])
-if "PPLX_TEST_NVSHMEM" in os.environ:
-    use_nvshmem_module(os.environ["PPLX_TEST_NVSHMEM"])
+@functools.cache
+def use_environment() -> None:
+    """Takes what this rank's environment names. Not at import: ranks are forked from a process that has imported this."""
+    if "PPLX_TEST_CUDA" in os.environ:
+        use_module(os.environ["PPLX_TEST_CUDA"])
+    if "PPLX_TEST_NVSHMEM" in os.environ:
+        use_nvshmem_module(os.environ["PPLX_TEST_NVSHMEM"])
+    if "PPLX_TEST_NVSHMEM_TRIED" in os.environ:  # other ranks tried it alone, which takes each of them seconds
+        tried = [(gpu, by_nic) for gpu in range(torch.cuda.device_count()) for by_nic in (False, True)]
+        nvshmem.library.probed = dict.fromkeys(tried, nvshmem.Alone(None))
+
+
+def module_in_use(me: Any) -> str:
+    use_environment()
+    return str(pc._cuda.__file__)  # type: ignore[attr-defined]
+
 
 HELD = 10.0
 """Seconds on the GPU's clock that a test holds multiprocessors for at most: less than the library's patience with a peer."""
@@ -65,6 +78,7 @@ HELD = 10.0
 
 def gpu_of(me: Any) -> torch.device:
     """Ranks take the GPUs in turn, so that more ranks than GPUs share them."""
+    use_environment()
     device = torch.device("cuda", me.rank % torch.cuda.device_count())
     torch.cuda.set_device(device)
     return device

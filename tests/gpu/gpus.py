@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 
+import pytest
 import torch
 
 GPUS = torch.cuda.device_count()
@@ -16,3 +17,7 @@ AT_ONCE = GPUS * int(os.environ.get("PPLX_TEST_RANKS_PER_GPU", "1"))
 FROM_768 = {"PPLX_COMM_LARGE_TOKENS": "768"}
 """Steps of 768 tokens go by the large kernels, also where the kernels of few tokens are faster."""
 APART = [n for n in (1, 2, 4, 8) if n <= AT_ONCE]
+ENDS = [n for n in APART if n == 2 or n == APART[-1]] or [1]
+"""The fewest ranks that have a peer, and the most. The emulation has the numbers between."""
+fewest = pytest.mark.parametrize("crew", ENDS[:1], indirect=True, ids=lambda n: f"ep{n}")
+"""Marks a test of what each rank computes on its own."""

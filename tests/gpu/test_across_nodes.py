@@ -49,19 +49,18 @@ def small(transport: str, **changes: object) -> Case:
 @pytest.mark.parametrize("transport", CARRIERS)
 def test_random_shapes(crew: Crews, transport: str) -> None:
     begin = seed() * 100_000 + 60_000
-    for number in range(40):
+    for number in range(20):
         crew.run("gpu_cases:exchange", random_case(begin + number, RANKS, (transport,)))
 
 
 @pytest.mark.parametrize("transport", CARRIERS)
 def test_random_shapes_in_a_chaos(unruly: Crews, transport: str) -> None:
     begin = seed() * 100_000 + 70_000
-    for number in range(20):
+    for number in range(10):
         unruly.run("gpu_cases:exchange", random_case(begin + number, RANKS, (transport,)), timeout=120)
 
 
-@pytest.mark.parametrize("transport", CARRIERS)
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(("wire", "transport"), [(wire, CARRIERS[n % len(CARRIERS)]) for n, wire in enumerate(WIRES)])
 def test_full_shape_as_on_the_cpu(crew: Crews, wire: str, transport: str) -> None:
     case = small(transport, num_experts=64, top_k=8, hidden=7168, max_tokens=64, wire=wire, align=128, threads=4)
     crew.run("gpu_cases:both_devices", case, 2, timeout=200)
@@ -71,7 +70,7 @@ def test_full_shape_as_on_the_cpu(crew: Crews, wire: str, transport: str) -> Non
 def test_soak(crew: Crews, transport: str) -> None:
     case = small(transport, first_step=2**32 - 500)
     assert crew.run("gpu_cases:soak", case, 1000, timeout=200) == [0] * RANKS
-    assert crew.run("gpu_cases:soak", replace(case, max_tokens=1, hidden=7168), 1000, timeout=200) == [0] * RANKS
+    assert crew.run("gpu_cases:soak", replace(case, max_tokens=1, hidden=7168), 300, timeout=200) == [0] * RANKS
 
 
 @pytest.mark.slow
@@ -85,7 +84,7 @@ def test_six_minutes(crew: Crews) -> None:
 
 @pytest.mark.parametrize("transport", CARRIERS)
 def test_soak_in_a_chaos(unruly: Crews, transport: str) -> None:
-    assert unruly.run("gpu_cases:soak", small(transport, wire="fp8"), 300, timeout=200) == [0] * RANKS
+    assert unruly.run("gpu_cases:soak", small(transport, wire="fp8"), 150, timeout=200) == [0] * RANKS
 
 
 @pytest.mark.parametrize("transport", CARRIERS)
@@ -101,7 +100,7 @@ def test_streams(crew: Crews, transport: str) -> None:
     crew.run("gpu_cases:streams", small(transport, in_flight=2), 40, timeout=120)
 
 
-@pytest.mark.parametrize("transport", CARRIERS)
+@pytest.mark.parametrize("transport", CARRIERS[1:])
 def test_a_silent_rank(transport: str) -> None:
     with Crew(RANKS) as crew:
         found = crew.run("gpu_cases:lost_peer", small(transport), 0.5, timeout=100)
@@ -137,8 +136,7 @@ def test_reset(transport: str, tmp_path: Path) -> None:
         assert left_in_shm(crew) == []
 
 
-@pytest.mark.parametrize("transport", CARRIERS)
-@pytest.mark.parametrize("how", ["kill", "mute"])
+@pytest.mark.parametrize(("how", "transport"), [("kill", "proxy:tcp"), ("mute", "proxy:shm"), ("mute", CARRIERS[-1])])
 def test_cut_link(transport: str, how: str) -> None:
     """A write fails, or is never heard of again: every rank names an end of the link in time, and all go on after reset()."""
     a, b = (1, 3) if RANKS == 4 else (0, 1)
@@ -154,7 +152,7 @@ def test_cut_link(transport: str, how: str) -> None:
 def test_gpus_that_do_not_reach_each_other() -> None:
     """They are remote to each other, also where only one of the two cannot; the others of the node map each other's memory."""
     with Crew(4) as crew:
-        for number in range(5):
+        for number in range(3):
             case = random_case(seed() * 100_000 + 40_000 + number, 4, ("auto:tcp",))
             remote = crew.run("gpu_cases:exchange_apart", replace(case, replicas=1), [(0, 2), (3, 1), (1, 3)], timeout=100)
             assert remote == [[2], [3], [0], [1]]
@@ -166,11 +164,10 @@ def test_gpus_that_do_not_reach_each_other() -> None:
         assert all("replicas=2" in text and "a test says so" in text for text in told), told
 
 
-@pytest.mark.parametrize("transport", CARRIERS)
-def test_a_proxy_that_stands_still(transport: str) -> None:
+def test_a_proxy_that_stands_still() -> None:
     """A proxy stands still for a second, in the middle of steps: they wait for it, and nothing is lost."""
     with Crew(RANKS, {"PPLX_COMM_CHAOS": f"seed={seed()},stall=1@60,stall=0@200"}) as crew:
-        assert crew.run("gpu_cases:soak", small(transport), 300, timeout=100) == [0] * RANKS
+        assert crew.run("gpu_cases:soak", small("proxy:tcp"), 300, timeout=100) == [0] * RANKS
 
 
 def test_a_proxy_that_stands_still_for_too_long() -> None:
@@ -188,7 +185,7 @@ def test_leaving_after_the_last_step_is_no_failure() -> None:
         crew.run("gpu_cases:on_gpu", "failure_cases:leave_at_once", case, 12, timeout=200)
 
 
-@pytest.mark.parametrize("kind", ["release", "weights", "no_tail"])
+@pytest.mark.parametrize("kind", ["release", "no_tail"])
 def test_ranks_that_end_a_step_differently(kind: str) -> None:
     with Crew(RANKS) as crew:
         results = crew.run(

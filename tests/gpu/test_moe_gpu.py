@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import pytest
 from gpus import APART, GPUS
 from harness import Crews, run_ranks, seed
 from moe_reference import MoECase
-from test_fuzz import module  # noqa: F401
 from test_moe import BF16, FP8, FP8_WIRE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU")]
@@ -18,7 +16,7 @@ LIMIT = 250
 SIZES = {"hidden": 512, "intermediate": 384, "num_experts": 8, "top_k": 4, "tokens": (64, 7, 0, 40), "shared": 0}
 
 
-@pytest.fixture(scope="module", params=[n for n in APART if n < 8] or [1], ids=lambda n: f"ep{n}")
+@pytest.fixture(scope="module", params=[max((n for n in APART if n < 8), default=1)], ids=lambda n: f"ep{n}")
 def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
     crews = Crews(request.param)
     yield crews
@@ -30,12 +28,14 @@ def case_of(crew: Crews, spread: str, precision: str, compute: str | None = None
     return MoECase(seed(), crew.world_size, spread, precision, compute, "bfloat16", **fields)
 
 
-@pytest.mark.parametrize("spread", ["even", "zipf", "hot", "few"])
 @pytest.mark.parametrize(
-    ("precision", "compute", "limit"),
-    [("bf16", None, BF16), ("fp8", "bf16", FP8_WIRE), ("fp8", None, FP8), ("mxfp8", None, FP8)],
-)
-def test_as_in_one_process(crew: Crews, spread: str, precision: str, compute: str | None, limit: float) -> None:
+    ("precision", "compute", "limit", "spread"),
+    [
+        ("bf16", None, BF16, "even"), ("bf16", None, BF16, "hot"), ("fp8", "bf16", FP8_WIRE, "zipf"), ("fp8", "bf16", FP8_WIRE, "few"),
+        ("fp8", None, FP8, "hot"), ("fp8", None, FP8, "few"), ("mxfp8", None, FP8, "zipf"), ("mxfp8", None, FP8, "hot"),
+    ],
+)  # fmt: skip
+def test_as_in_one_process(crew: Crews, precision: str, compute: str | None, limit: float, spread: str) -> None:
     for rank, found in enumerate(crew.run("moe_cases:whole_step", case_of(crew, spread, precision, compute), timeout=LIMIT)):
         del found["loss"]
         assert found["y"] < limit and max(found.values()) < 2 * limit, (rank, found)
@@ -58,7 +58,7 @@ def test_the_host_waits_for_nothing(crew: Crews, precision: str) -> None:
 def test_decoding(crew: Crews, precision: str, limit: float) -> None:
     """Few tokens take Padded and masked products."""
     case = case_of(crew, "zipf", precision, tokens=(16, 7, 0, 5))
-    for found in run_ranks(crew.world_size, "moe_cases:decoding", case, 16, timeout=LIMIT):
+    for found in crew.run("moe_cases:decoding", case, 16, timeout=LIMIT):
         assert max(found["errors"].values()) < limit, found
 
 
@@ -66,11 +66,11 @@ def test_decoding(crew: Crews, precision: str, limit: float) -> None:
 def test_slices_and_microbatches(crew: Crews, precision: str) -> None:
     """Tensor parallelism inside of experts; and one microbatch's forward pass between the parts of another's backward pass."""
     case = case_of(crew, "zipf", precision, in_flight=2)
-    for found in run_ranks(crew.world_size, "moe_cases:scheduled", case, timeout=LIMIT):
+    for found in crew.run("moe_cases:scheduled", case, timeout=LIMIT):
         assert found["losses"] and found["most_open"] == 2 and found["open"] == 0, found
     if crew.world_size > 1:
         case = case_of(crew, "zipf", precision, expert_tp=2)
-        for found in run_ranks(crew.world_size, "moe_cases:whole_step", case, timeout=LIMIT):
+        for found in crew.run("moe_cases:whole_step", case, timeout=LIMIT):
             del found["loss"]
             assert max(found.values()) < 2 * (BF16 if precision == "bf16" else FP8), found
 
@@ -83,7 +83,7 @@ def test_in_a_graph(crew: Crews, precision: str) -> None:
 
 @pytest.mark.parametrize(("precision", "limit"), [("bf16", BF16), ("fp8", FP8), ("mxfp8", FP8)])
 def test_one_compilation_serves_all_routings(crew: Crews, precision: str, limit: float) -> None:
-    """Nothing is compiled anew for other counts of rows."""
+    """Nothing is compiled anew for other counts of rows. In processes that have compiled nothing yet."""
     pytest.importorskip("triton")
     case = case_of(crew, "even", precision, gemm="triton", scaled_gemm="triton")
     for found in run_ranks(crew.world_size, "moe_gpu_cases:compiled_once", case, timeout=LIMIT):
@@ -91,27 +91,24 @@ def test_one_compilation_serves_all_routings(crew: Crews, precision: str, limit:
         assert max(found["errors"]) < limit, found
 
 
-def of_one_rank(case: str) -> Any:
-    """Result of the case."""
+@pytest.fixture(scope="module")
+def one() -> Iterator[Crews]:
     pytest.importorskip("triton")
     crews = Crews(1)
-    try:
-        (found,) = crews.run(f"moe_gpu_cases:{case}", seed(), timeout=LIMIT)
-        return found
-    finally:
-        crews.close()
+    yield crews
+    crews.close()
 
 
-def test_products() -> None:
-    found = of_one_rank("products")
+def test_products(one: Crews) -> None:
+    (found,) = one.run("moe_gpu_cases:products", seed(), timeout=LIMIT)
     assert max(found.values()) < 0.004, found
 
 
-def test_both_products_in_one_launch() -> None:
-    found = of_one_rank("both_products")
+def test_both_products_in_one_launch(one: Crews) -> None:
+    (found,) = one.run("moe_gpu_cases:both_products", seed(), timeout=LIMIT)
     assert all(found.values()), found
 
 
-def test_formats() -> None:
-    found = of_one_rank("formats")
+def test_formats(one: Crews) -> None:
+    (found,) = one.run("moe_gpu_cases:formats", seed(), timeout=LIMIT)
     assert all(found.values()), found

@@ -35,7 +35,7 @@ def small(transport: str, **changes: object) -> Case:
 def test_random_shapes(crew: Crews, transport: str) -> None:
     begin = seed() * 100_000 + 80_000
     cases = (random_case(begin + number, RANKS, (transport,)) for number in range(150))
-    for case in [case for case in cases if case.replicas > 1][:40]:
+    for case in [case for case in cases if case.replicas > 1][:25]:
         crew.run("gpu_cases:exchange", case)
 
 
@@ -52,8 +52,7 @@ def test_as_without_replicas(crew: Crews, transport: str, replicas: int) -> None
         crew.run("gpu_cases:on_gpu", "rank_cases:as_without_replicas", case)
 
 
-@pytest.mark.parametrize("replicas", GROUPS)
-@pytest.mark.parametrize("wire", WIRES)
+@pytest.mark.parametrize(("wire", "replicas"), [(wire, GROUPS[n % len(GROUPS)]) for n, wire in enumerate(WIRES)])
 def test_full_shape_as_on_the_cpu(crew: Crews, wire: str, replicas: int) -> None:
     """More strips than the GPU has warps: each of them claims several."""
     case = small("mapped", replicas=replicas, num_experts=64, top_k=8, hidden=7168, max_tokens=300, wire=wire, align=128, threads=4)
@@ -64,7 +63,7 @@ def test_full_shape_as_on_the_cpu(crew: Crews, wire: str, replicas: int) -> None
 def test_soak(crew: Crews, transport: str) -> None:
     case = small(transport, first_step=2**32 - 500)
     assert crew.run("gpu_cases:soak", case, 1000, timeout=200) == [0] * RANKS
-    assert crew.run("gpu_cases:soak", replace(case, max_tokens=3, hidden=7168), 1000, timeout=200) == [0] * RANKS
+    assert crew.run("gpu_cases:soak", replace(case, max_tokens=3, hidden=7168), 300, timeout=200) == [0] * RANKS
 
 
 @pytest.mark.parametrize("transport", CARRIERS)

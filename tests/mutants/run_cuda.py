@@ -3,7 +3,7 @@
     python tests/mutants/run_cuda.py                    all
     python tests/mutants/run_cuda.py release            those whose names have one of these words
 
-All have a verdict, see tests/README.md. Mutants of hooks and of blocks in pieces are run_emulation.py's.
+All have a verdict, see tests/README.md. Soaks take three times the steps of test_fuzz.py alone. Mutants of hooks and of blocks in pieces are run_emulation.py's.
 
 Works on copies of the sources in build/gpu-mutants, built side by side (each wants about 4 cores and 3 GiB), run one after the other.
 Exit code 1 if one survives, or no longer applies, or if the tests fail without.
@@ -124,8 +124,8 @@ MUTANTS = [
     Mutant(
         "the step of a count is not looked at",
         ARRIVALS,
-        "return piece.w == tag_of(k.generation, step);",
-        "return piece.w != kBlank;",
+        "return vec16.w == tag_of(k.generation, step);",
+        "return vec16.w != kBlank;",
         "rows are placed by the counts of an earlier step",
     ),
     Mutant(
@@ -138,7 +138,7 @@ MUTANTS = [
     Mutant(
         "a piece is stored in halves",
         DEVICE,
-        """  asm volatile("{\\n\\t.reg .b128 piece;\\n\\tmov.b128 piece, {%1, %2};\\n\\tst.relaxed.sys.global.b128 [%0], piece;\\n\\t}" ::"l"(to),
+        """  asm volatile("{\\n\\t.reg .b128 vec16;\\n\\tmov.b128 vec16, {%1, %2};\\n\\tst.relaxed.sys.global.b128 [%0], vec16;\\n\\t}" ::"l"(to),
                "l"(low), "l"(high)
                : "memory");
 """,
@@ -291,15 +291,15 @@ def nvcc() -> str | None:
     return shutil.which("nvcc") or shutil.which("nvcc", path="/usr/local/cuda/bin")
 
 
-def build_module(sources: Path, build: Path, architectures: str = "native", target: str = "_cuda") -> Path:
-    """pplx_comm._cuda, or ._nvshmem, of these sources with PPLX_CUDA_FUZZ, in a folder of its own."""
+def build_modules(sources: Path, build: Path, *targets: str, jobs: int = CORES_OF_A_BUILD) -> None:
+    """Builds pplx_comm._cuda, ._nvshmem or both of these sources with PPLX_CUDA_FUZZ."""
     options = {
         "PPLX_CUDA": "ON",
         "PPLX_CUDA_FUZZ": "ON",
-        "PPLX_NVSHMEM": "ON" if target == "_nvshmem" else "OFF",
+        "PPLX_NVSHMEM": "ON" if "_nvshmem" in targets else "OFF",
         "PPLX_IN_PLACE": "OFF",
         "PPLX_PYTHON_INTERPRETER": sys.executable,
-        "CMAKE_CUDA_ARCHITECTURES": os.environ.get("PPLX_TEST_ARCHITECTURES", architectures),
+        "CMAKE_CUDA_ARCHITECTURES": os.environ.get("PPLX_TEST_ARCHITECTURES", "native"),
     }
     generator = ["-G", "Ninja"] if shutil.which("ninja") else []
     configure = [
@@ -311,15 +311,14 @@ def build_module(sources: Path, build: Path, architectures: str = "native", targ
         *generator,
         *(f"-D{name}={value}" for name, value in options.items()),
     ]
-    for command in (configure, ["cmake", "--build", str(build), "--target", target, "-j", "4"]):
+    for command in (configure, ["cmake", "--build", str(build), "--target", *targets, "-j", str(jobs)]):
         subprocess.run(command, check=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
-    (module,) = build.glob(f"{target}*.so")
-    return module
 
 
 def verdict(module: Path) -> tuple[bool, str]:
     """Returns True if the tests pass, else in which words they do not."""
     os.environ["PPLX_TEST_CUDA"] = str(module)
+    os.environ["PPLX_TEST_VOLUME"] = "3"
     os.environ["PPLX_TEST_STEP_TIMEOUT"] = "4"  # lost data never comes, and every wait for it is a mutant's
     code, output = run.call([sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", str(TESTS)], RUN_LIMIT)
     if code is None:
@@ -337,7 +336,10 @@ def prepare(number: int, mutant: Mutant | None) -> Path:
     if mutant is not None:
         file = sources / mutant.file
         file.write_text(file.read_text().replace(mutant.old, mutant.new))
-    return build_module(sources, WORK / str(number) / "build")
+    build = WORK / str(number) / "build"
+    build_modules(sources, build, "_cuda")
+    (module,) = build.glob("_cuda*.so")
+    return module
 
 
 def main(words: list[str]) -> int:

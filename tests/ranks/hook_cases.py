@@ -330,8 +330,8 @@ def replayed(me: Any, case: Case, parts: int, rounds: int) -> None:
             a2a.check()  # the failure says more than the rows that it left
             found = reference.segments(case.shape, inputs.tokens, me.rank)
             must(counts.tolist() == [len(segment.token) for segment in found], "counts of replay", n)
-            rows = [row for part in seen for row in part]
+            rows = [row.cpu() for part in seen for row in part]
             for e, segment in enumerate(found):
                 for i, (source, token) in enumerate(zip(segment.source.tolist(), segment.token.tolist(), strict=True)):
-                    must(same_bits(rows[e][i].cpu(), inputs.tokens[source].x[token]), "a row of replay", n, "expert", e)
+                    must(same_bits(rows[e][i], inputs.tokens[source].x[token]), "a row of replay", n, "expert", e)
             steps.check_combined(inputs, me.rank, y, f"replay {n}")

@@ -146,22 +146,25 @@ def check_dispatched(case: Case, step: Step, rank: int, d: pc.Dispatched) -> Non
 def run_experts(case: Case, rank: int, d: pc.Dispatched, weighted: bool) -> torch.Tensor:
     """Acts as a model would on d.x. Rows that hold nothing give NaN, which must go nowhere."""
     shape = case.shape
-    rows = reference.dequantise(d.x, d.scale, case.wire) if shape.quantised else d.x.float()
-    out = torch.full(d.x.shape, torch.nan).to(shape.dtype)
+
+    def rows(where: Any) -> torch.Tensor:
+        return reference.dequantise(d.x[where], d.scale[where], case.wire) if shape.quantised else d.x[where].float()
+
+    out = torch.full(d.x.shape, torch.nan, dtype=shape.dtype)
     first = shape.experts_of(rank).start
     if case.layout == "compact":
         n = int(d.num_rows)
-        total = torch.zeros(n, case.hidden)
+        received, total = rows(slice(0, n)), torch.zeros(n, case.hidden)
         for k in range(case.top_k):
             ids = d.topk_ids[:n, k].long()
             use = (ids >= 0).nonzero().reshape(-1)
-            y = reference.expert(shape, first + ids[use], rows[use]).float()
+            y = reference.expert(shape, first + ids[use], received[use]).float()
             total[use] = total[use] + (d.topk_weights[use, k][:, None] * y if weighted else y)
         out[:n] = total.to(shape.dtype)
         return out
     for e, count in enumerate(d.counts.tolist()):
         where: Any = (e, slice(0, count)) if case.layout == "padded" else slice(int(d.offsets[e]), int(d.offsets[e]) + count)
-        part = rows[where]
+        part = rows(where)
         out[where] = reference.expert(shape, torch.full((part.shape[0],), first + e), part)
     return out
 

@@ -85,6 +85,10 @@ def test_what_succeeded_is_not_run_again(tmp_path: Path) -> None:
         and re.search(r"^bad +failed \(3\)", summary, re.MULTILINE)
         and re.search(r"^one +ok .* seen$", summary, re.MULTILINE)
     )
+    none = Run("none", "", 1, "{python} -S -c 'print(\"== 2 skipped in 1.00s ==\")'")
+    for _ in range(2):
+        good, summary = plan(tmp_path, [none])
+        assert good and re.search(r"^none +skipped .* 2 skipped in 1.00s$", summary.splitlines()[-1])
     good, summary = plan(tmp_path, runs[1:])
     assert good and summary.endswith("ok before\n")
     assert (tmp_path / "one.py.count").read_text() == "x" and not (tmp_path / "bad.ok").exists()
@@ -114,14 +118,14 @@ def test_proofs_run_beside_each_other_and_figures_alone(tmp_path: Path, monkeypa
     met = {False: threading.Barrier(2), True: threading.Barrier(2)}
     alone: list[bool] = []
 
-    def attempt(run: Run, *_: object) -> tuple[bool, str]:
+    def attempt(run: Run, *_: object) -> tuple[str, str]:
         """Two proofs meet, a figure waits for another in vain."""
         try:
             met[run.figure].wait(0.1 if run.figure else 60)
         except threading.BrokenBarrierError:
             met[run.figure].reset()
             alone.append(run.figure)
-        return True, run.name
+        return "ok", run.name
 
     monkeypatch.setattr(on_gpus, "attempt", attempt)
     runs = [Run(name, "", 0, "", figure=name.startswith("f")) for name in ("p1", "p2", "f1", "f2")]
