@@ -1,8 +1,10 @@
-// dispatch() of many tokens inside a node: one launch, or one per half.
+// dispatch() of many tokens inside a node, and in pieces of any number: one launch, or one per half.
 #include "receive.cuh"
 #include "../extras/hooks.cuh"
 #include "../host/launch_table.h"
 #include "../plan/rank_plan.cuh"
+#include "../remote/pass_on_counts.cuh"
+#include "../rounds/dispatch.cuh"
 #include "store.cuh"
 #include "route.cuh"
 
@@ -23,7 +25,17 @@ struct FirstChunk {
   }
 };
 
-// A worker's part of counting, and of adding up what comes before the block's first chunk.
+template <bool kRounds>
+struct DispatchShared;
+
+// The first chunk of a chunk's round; without rounds the chunk itself.
+template <bool kRounds>
+__device__ inline std::uint32_t first_of_round(const DispatchArguments& a, std::uint32_t chunk) {
+  return kRounds ? chunk - chunk % a.pieces.chunks : chunk;
+}
+
+// A worker's part of counting, and of adding up what comes before the block's first chunk, or its round.
+template <bool kRounds>
 __device__ inline void count_chunks(const DispatchArguments& a, LargePlan& s, std::uint32_t first, std::uint32_t* sums, char* memory) {
   {
     const SpanTimer spends(a.common, Span::Counting);
@@ -33,34 +45,47 @@ __device__ inline void count_chunks(const DispatchArguments& a, LargePlan& s, st
   if (s.first_chunk >= a.chunks) return;
   const SpanTimer spends(a.common, Span::Summing);
   // A worker's chunks lie together, so that it looks at few lines.
-  const std::uint32_t worker = threadIdx.x / 32;
-  sum_chunks(a, s.step, s.first_chunk * worker / kWorkers, s.first_chunk * (worker + 1) / kWorkers, sums, memory);
+  const std::uint32_t worker = threadIdx.x / 32, end = first_of_round<kRounds>(a, s.first_chunk);
+  sum_chunks(a, s.step, end * worker / kWorkers, end * (worker + 1) / kWorkers, sums, memory);
 }
 
-// Plans chunks: a planner whose block has summed what comes before its first chunk, which it has loaded. memory: counting_bytes() of its own.
-__device__ inline void plan_chunks(const DispatchArguments& a, LargePlan& s, LoadedChunk& loaded, std::uint32_t* sums, char* memory) {
+// Plans chunks: a planner whose block has summed what comes before its first chunk, or that chunk's round. It has loaded the chunk. In rounds a
+// send half plans what it leaves to the receive half, too. memory: counting_bytes() of its own.
+template <bool kRounds>
+__device__ inline void plan_chunks(const DispatchArguments& a, DispatchShared<kRounds>& shared, LoadedChunk& loaded, std::uint32_t* sums, char* memory) {
   const Common& k = a.common;
+  LargePlan& s = shared.plan;
   const std::uint32_t lane = threadIdx.x % 32, step = s.step;
-  const bool given = a.ids == nullptr, numbers = numbers_rows(a);
+  const bool given = a.ids == nullptr, numbers = !kRounds && numbers_rows(a);
+  const std::uint32_t end = end_of_chunks<kRounds>(a), all = given ? end : a.chunks;
   std::uint32_t* const rows = sums + k.c.num_experts;
   Stretch stretch(a, s.first_stretch);
-  std::uint32_t number = next_chunk(a, stretch), counted = number;
-  if (s.first_stretch == 0) {
+  std::uint32_t number = kRounds ? s.first_chunk : next_chunk<false>(a, stretch), counted = first_of_round<kRounds>(a, number);
+  if (s.first_stretch == 0 && begins_step<kRounds>(a)) {
     if (lane == 0) {
       *a.received.step = step;  // the step's other phases read it there
       take_set(k, step);
     }
-    if (given) send_all_counts(a, step);
+    if constexpr (kRounds)
+      if (given || a.chunks == 0) tell_all_rounds(a, step);
+    if (!kRounds && given) send_all_counts(a, step);
     if (numbers) publish_row_counts(k, step, rows);
     __syncwarp();
     if (numbers && lane < k.c.world) rows[lane] = 0;
     __syncwarp();
   }
-  for (std::uint32_t n = 0;; ++n) {
-    const bool ends = number >= a.chunks;
+  std::uint32_t round = kNone;
+  bool sends = true;  // there are chunks to send
+  for (std::uint32_t n = 0;; n += sends ? 1 : 0) {
+    const bool ends = number >= all;
     const ChunkChoices chunk(a, number);
-    const std::uint32_t next = ends ? number : next_chunk(a, stretch);
-    if (n == 0 && !ends && lane == 0) tell_bounds(a, s, 1, next);
+    const std::uint32_t next = ends ? number : next_chunk<kRounds>(a, stretch);
+    if (n == 0 && !ends && sends && lane == 0) tell_bounds<kRounds>(a, s, 1, next);
+    if constexpr (kRounds)
+      if (!ends && number / a.pieces.chunks != round) {
+        round = number / a.pieces.chunks;
+        enter_round(a, step, number, counted, shared.rounds, sums, memory);
+      }
     if (!ends && counted != number) {  // none, within a stretch
       if (numbers)
         count_rows_of_ranks<2>(a, counted * a.tokens_per_chunk, number * a.tokens_per_chunk, 0, 1, rows);
@@ -68,28 +93,32 @@ __device__ inline void plan_chunks(const DispatchArguments& a, LargePlan& s, Loa
         sum_chunks(a, step, counted, number, sums, memory);
     }
     __syncwarp();
-    if (n >= 2) {
+    if (n >= 2 && sends) {
       const SpanTimer waits(k, Span::AwaitingPlaceOut);
       await_turn(s.used + n % 2, n / 2 - 1);
     }
-    if (n >= 2 && lane == 0) tell_bounds(a, s, n, number);
+    if (n >= 2 && sends && lane == 0) tell_bounds<kRounds>(a, s, n, number);
     PlannedChunk& planned = s.chunks[n % 2];
+    if constexpr (kRounds)
+      if (!ends) place_round(a, step, round, n, shared.rounds);
     if (!ends && given) copy_chunk(a, number, &planned);
     if (!ends && !given) {
       const SpanTimer spends(k, Span::PlacingChunks);
       std::int32_t* const ids = ChunkMarks(k, memory).ids;
       loaded.keep(a, chunk, ids, planned);
-      if (next < a.chunks) loaded.load(a, ChunkChoices(a, next));
+      if (next < all) loaded.load(a, ChunkChoices(a, next));
       __syncwarp();
       if (numbers)
         number_choices(k, chunk, ids, rows, &planned);
       else
         place_choices(k, chunk, memory, sums, &planned);
+      if constexpr (kRounds) keep_chunk(a, chunk, planned);
     }
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(s.planned + n % 2);
+    if (lane == 0 && sends) mbarrier_arrive(s.planned + n % 2);
     if (numbers ? ends : n == 0 && !given) count_all(a, step, memory);
     if (ends) return;
+    if constexpr (kRounds) sends = number < end;
     counted = number + 1;
     number = next;
   }
@@ -99,11 +128,13 @@ __device__ inline void plan_chunks(const DispatchArguments& a, LargePlan& s, Loa
 inline constexpr std::uint32_t kDealer = kWorkers - 2, kLoader = kWorkers - 1, kFirstStorer = kDealer - kStorers;
 inline constexpr std::uint32_t kCounter = kWorkers + 1, kPlacer = kWorkers + 2, kTeller = kManyWarps;
 inline constexpr std::uint32_t kLargeThreads = 32 * kLargeWarps;
-static_assert(kQuantisers <= kFirstStorer && kTeller + 1 == kLargeWarps, "all have a warp");
+inline constexpr std::uint32_t kPasser = kQuantisers;  // in rounds, where there are remote peers
+static_assert(kPasser < kFirstStorer && kTeller + 1 == kLargeWarps, "all have a warp");
 
 __device__ inline bool is_storer(std::uint32_t warp) { return warp >= kFirstStorer && warp < kDealer; }
 
-struct DispatchShared {
+template <>
+struct DispatchShared<false> {
   LargePlan plan;
   ReceiveShared receive;
   CarriedRuns runs;
@@ -111,6 +142,11 @@ struct DispatchShared {
   Once sent;  // all that this thread block sends
   bool last;  // thread block to leave
   SendRings rings;
+};
+template <>
+struct DispatchShared<true> : DispatchShared<false> {
+  RoundPlan rounds;
+  RoundRows received[kLargeWarps];
 };
 
 struct DispatchMemory : LargeMemory {
@@ -120,20 +156,21 @@ struct DispatchMemory : LargeMemory {
 };
 
 // Until there is nothing more to send, or nothing may be sent.
-template <typename Mode, bool kHooks>
-__device__ inline void send_large(const DispatchArguments& a, DispatchShared& s, const Experts& experts, char* launched, std::uint32_t* sums) {
+template <typename Mode, bool kHooks, bool kRounds>
+__device__ inline void send_large(const DispatchArguments& a, DispatchShared<kRounds>& s, const Experts& experts, char* launched, std::uint32_t* sums) {
   const Common& k = a.common;
   const DispatchMemory at(k.c);
   char *const in = launched + at.rings, *const out = in + kTokensInBytes;
   const std::uint32_t warp = threadIdx.x / 32;
+  const bool numbers = !kRounds && numbers_rows(a);
   if (is_planner()) {
-    claim_set(a, s.plan);
+    claim_set<kRounds>(a, s.plan);
     if (!s.plan.taken) return;
     LoadedChunk loaded;
     if (a.ids != nullptr) loaded.load(a, ChunkChoices(a, s.plan.first_chunk));
     barrier_sync<kAmongPlanners, kPlanners>();
     const SpanTimer plans(k, Span::Planning);
-    plan_chunks(a, s.plan, loaded, sums, launched + at.counts);
+    plan_chunks<kRounds>(a, s, loaded, sums, launched + at.counts);
   } else if (is_worker()) {
     TokenLoader<Mode> loader(a, s.plan, s.rings, in);
     // Tokens come while chunks are counted, where there is room for both.
@@ -141,7 +178,7 @@ __device__ inline void send_large(const DispatchArguments& a, DispatchShared& s,
     char* const counting = (room ? out : in) + warp * counting_bytes(k.c);
     const FirstChunk first(a);
     if (room && warp == kLoader) loader.ask_early();
-    if (numbers_rows(a))
+    if (numbers)
       count_rows_before(a, s.plan, sums);
     else
       first.keep(a, counting);
@@ -153,8 +190,8 @@ __device__ inline void send_large(const DispatchArguments& a, DispatchShared& s,
       if (warp == kLoader) loader.drop();
       return;
     }
-    if (a.ids != nullptr && !numbers_rows(a)) count_chunks(a, s.plan, first.number, sums, counting);
-    if (threadIdx.x < k.c.world)
+    if (a.ids != nullptr && !numbers) count_chunks<kRounds>(a, s.plan, first.number, sums, counting);
+    if (!kRounds && threadIdx.x < k.c.world)
       s.rows_at[threadIdx.x] = block_for(k, set_of(k.c, s.plan.step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
     fence_shared_copies();  // where chunks were counted, tokens come
     barrier_sync<kAmongPlanners, kPlanners>();
@@ -162,26 +199,34 @@ __device__ inline void send_large(const DispatchArguments& a, DispatchShared& s,
       if (warp < kQuantisers) quantise_tokens<Mode>(k, s.rings, in, out, warp);
     if (warp == kLoader) loader.load();
     if (is_storer(warp)) RowStorer<Mode>(a, s.rings, kQuantises<Mode> ? out : in, warp - kFirstStorer).store();
-    if (warp == kDealer) TokenDealer<kHooks>(a, s.plan, s.receive, experts, s.rows_at, s.rings).deal();
+    char* const* rows_at = s.rows_at;
+    if constexpr (kRounds) rows_at = s.rounds.rows_at[0];
+    if (warp == kDealer) TokenDealer<kHooks, kRounds>(a, s.plan, s.receive, experts, rows_at, s.rings).deal();
   } else if (warp == kTeller) {
     s.plan.claimed.wait();
-  } else if (warp == kPlacer && numbers_rows(a)) {
+  } else if (warp == kPlacer && numbers) {
     s.plan.claimed.wait();
     if (s.plan.taken) count_choices(a, s.plan.step, launched + at.placer);
   }
-  if ((warp == kTeller || is_storer(warp)) && s.plan.taken) tell_of_rows(k, s.plan.step, s.rings);
+  if ((warp == kTeller || is_storer(warp)) && s.plan.taken) tell_of_rows<kRounds>(a, s.plan.step, s.rings);
   if (warp == kTeller) s.sent.set();
 }
 
-template <bool kHooks>
-__device__ inline void receive_large(const DispatchArguments& a, std::uint32_t step, DispatchShared& s, const Experts& experts) {
+template <bool kHooks, bool kRounds>
+__device__ inline void receive_large(const DispatchArguments& a, std::uint32_t step, DispatchShared<kRounds>& s, const Experts& experts) {
   const std::uint32_t warp = threadIdx.x / 32;
-  RowCarrier<kHooks> carrier(a, step, s.receive, s.runs, experts);
+  RowCarrier<kHooks, kRounds> carrier(a, step, s.receive, s.runs, experts);
   if (warp == kCounter) {
     count_rows(a, step, s.receive);
-    carrier.find_runs();
+    if constexpr (!kRounds) carrier.find_runs();
   }
   if (warp == kPlacer) place_rows<true, kHooks>(a, step, s.receive, experts);
+  if constexpr (kRounds) {
+    if (warp == kPasser && a.common.remote != 0) pass_on_dispatches<true>(a, step);
+    carrier.receive_rounds(s.received[warp]);
+    if (warp == kCounter && reports_counts() && s.receive.good) keep_rounds(a, step);
+    return;
+  }
   if (a.send) s.plan.claimed.wait();
   if (a.send && a.stretches < gridDim.x && s.plan.first_chunk < a.chunks) s.sent.wait();  // other blocks receive from the start
   carrier.receive(!kHooks && a.send && s.plan.taken ? &s.rings.kept : nullptr);
@@ -192,10 +237,10 @@ __device__ inline void receive_large(const DispatchArguments& a, std::uint32_t s
 namespace large {
 namespace {
 
-template <typename Mode, bool kHooks>
+template <typename Mode, bool kHooks, bool kRounds>
 __global__ void __launch_bounds__(kLargeThreads, 1) dispatch(const __grid_constant__ DispatchArguments a) {
   PPLX_LAUNCHED_SHARED(words);
-  PPLX_SHARED(DispatchShared, s);
+  PPLX_SHARED(DispatchShared<kRounds>, s);
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
   mark_stage(k, Stage::DispatchBegins);
@@ -210,20 +255,21 @@ __global__ void __launch_bounds__(kLargeThreads, 1) dispatch(const __grid_consta
   for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kLargeThreads) words[i] = 0;
   const Experts experts{reinterpret_cast<std::uint32_t*>(launched + DispatchMemory(k.c).places), k.expert_vec16s};
   std::uint32_t step = 0;
-  if (a.send) {
-    {
-      const SpanTimer begins(k, Span::Beginning);
-      if (is_planner()) begin_plan(a, s.plan);
-      __syncthreads();
-    }
-    step = s.plan.step;
-    send_large<Mode, kHooks>(a, s, experts, launched, words);
-  } else if (!find_open_step(a, step)) {
+  if (!(a.send && begins_step<kRounds>(a)) && !find_open_step(a, step)) {
     if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);
     return;
   }
+  if (a.send) {
+    {
+      const SpanTimer begins(k, Span::Beginning);
+      if (is_planner()) begin_plan<kRounds>(a, s.plan, step);
+      __syncthreads();
+    }
+    step = s.plan.step;
+    send_large<Mode, kHooks, kRounds>(a, s, experts, launched, words);
+  }
   if (a.recv) {
-    receive_large<kHooks>(a, step, s, experts);
+    receive_large<kHooks, kRounds>(a, step, s, experts);
     if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);
   }
   if (a.send) leave_plan(a, s.last);
@@ -237,17 +283,18 @@ __global__ void __launch_bounds__(kLargeThreads, 1) dispatch(const __grid_consta
 Choice<DispatchArguments> choose(const Config& c, const DispatchCall& call) {
   return choose_mode(c, call, [&](auto mode) -> Choice<DispatchArguments> {
     using Mode = decltype(mode);
-    return {"large::dispatch", call.hooks ? dispatch<Mode, true> : dispatch<Mode, false>, kLargeThreads, DispatchMemory(c).bytes};
+    const std::uint32_t bytes = DispatchMemory(c).bytes;
+    if (in_pieces(c)) return {"large::dispatch in rounds", dispatch<Mode, true, true>, kLargeThreads, bytes};
+    return {"large::dispatch", call.hooks ? dispatch<Mode, true, false> : dispatch<Mode, false, false>, kLargeThreads, bytes};
   });
 }
 
 }  // namespace large
 
 bool can_dispatch_large(const Config& c, std::uint32_t shared_bytes) {
+  const std::size_t shared = in_pieces(c) ? kBytesOfObject<DispatchShared<true>> : kBytesOfObject<DispatchShared<false>>;
   return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) && payload_bytes(c) % 16 == 0 && kWorkers * counting_bytes(c) <= kRingBytes &&
-         DispatchMemory(c).bytes + kBytesOfObject<DispatchShared> <= shared_bytes && (can_deal_sends(c) || !quantised(c.wire));
+         DispatchMemory(c).bytes + shared <= shared_bytes && (can_deal_sends(c) || !quantised(c.wire));
 }
-
-std::uint32_t large_row_parts(const Config& c) { return ceil_div(payload_bytes(c), kRowPartBytes); }
 
 }  // namespace pplx::cuda
