@@ -12,7 +12,7 @@ struct HookWords<true> {
   // Counts `units` of a row that this warp has stored. place: where this lane's choice went; Compact: the row.
   __device__ static void count_placed(const DispatchArguments& a, std::uint32_t place, std::uint32_t units) {
     const Config& c = a.common.c;
-    const bool mine = place != kNone && a.hooks.planned != nullptr && (c.layout != LayoutKind::Compact || threadIdx.x % 32 == 0);
+    const bool mine = place != kNone && (c.layout != LayoutKind::Compact || threadIdx.x % 32 == 0);
     __syncwarp();
     if (!mine) return;
     fuzz_delay(a.common, place);

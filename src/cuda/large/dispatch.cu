@@ -162,7 +162,6 @@ __device__ inline void send_large(const DispatchArguments& a, DispatchShared<kRo
   const DispatchMemory at(k.c);
   char *const in = launched + at.rings, *const out = in + kTokensInBytes;
   const std::uint32_t warp = threadIdx.x / 32;
-  const bool numbers = !kRounds && numbers_rows(a);
   if (is_planner()) {
     claim_set<kRounds>(a, s.plan);
     if (!s.plan.taken) return;
@@ -178,7 +177,7 @@ __device__ inline void send_large(const DispatchArguments& a, DispatchShared<kRo
     char* const counting = (room ? out : in) + warp * counting_bytes(k.c);
     const FirstChunk first(a);
     if (room && warp == kLoader) loader.ask_early();
-    if (numbers)
+    if (!kRounds && numbers_rows(a))
       count_rows_before(a, s.plan, sums);
     else
       first.keep(a, counting);
@@ -190,7 +189,7 @@ __device__ inline void send_large(const DispatchArguments& a, DispatchShared<kRo
       if (warp == kLoader) loader.drop();
       return;
     }
-    if (a.ids != nullptr && !numbers) count_chunks<kRounds>(a, s.plan, first.number, sums, counting);
+    if (a.ids != nullptr && (kRounds || !numbers_rows(a))) count_chunks<kRounds>(a, s.plan, first.number, sums, counting);
     if (!kRounds && threadIdx.x < k.c.world)
       s.rows_at[threadIdx.x] = block_for(k, set_of(k.c, s.plan.step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
     fence_shared_copies();  // where chunks were counted, tokens come
@@ -204,7 +203,7 @@ __device__ inline void send_large(const DispatchArguments& a, DispatchShared<kRo
     if (warp == kDealer) TokenDealer<kHooks, kRounds>(a, s.plan, s.receive, experts, rows_at, s.rings).deal();
   } else if (warp == kTeller) {
     s.plan.claimed.wait();
-  } else if (warp == kPlacer && numbers) {
+  } else if (warp == kPlacer && !kRounds && numbers_rows(a)) {
     s.plan.claimed.wait();
     if (s.plan.taken) count_choices(a, s.plan.step, launched + at.placer);
   }
@@ -255,10 +254,13 @@ __global__ void __launch_bounds__(kLargeThreads, 1) dispatch(const __grid_consta
   for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kLargeThreads) words[i] = 0;
   const Experts experts{reinterpret_cast<std::uint32_t*>(launched + DispatchMemory(k.c).places), k.expert_vec16s};
   std::uint32_t step = 0;
-  if (!(a.send && begins_step<kRounds>(a)) && !find_open_step(a, step)) {
-    if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);
-    return;
-  }
+  const auto is_open = [&] {
+    const bool open = find_open_step(a, step);
+    if constexpr (kHooks)
+      if (!open) HookWords<kHooks>::raise_after_failure(a);
+    return open;
+  };
+  if (kRounds && !a.pieces.begins && !is_open()) return;
   if (a.send) {
     {
       const SpanTimer begins(k, Span::Beginning);
@@ -267,6 +269,8 @@ __global__ void __launch_bounds__(kLargeThreads, 1) dispatch(const __grid_consta
     }
     step = s.plan.step;
     send_large<Mode, kHooks, kRounds>(a, s, experts, launched, words);
+  } else if (!kRounds && !is_open()) {
+    return;
   }
   if (a.recv) {
     receive_large<kHooks, kRounds>(a, step, s, experts);

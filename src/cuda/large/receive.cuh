@@ -174,7 +174,8 @@ class RowCarrier {
     }
     if (quantised(k_.c.wire)) place_scales(r, copies, end.scales, row, blank);
     place_words(a_, r);
-    if constexpr (kHooks) HookWords<kHooks>::count_placed(a_, r.out_row, a_.hooks.row_units);
+    if constexpr (kHooks)
+      if (!kRounds || a_.hooks.planned != nullptr) HookWords<kHooks>::count_placed(a_, r.out_row, a_.hooks.row_units);
     return true;
   }
 
