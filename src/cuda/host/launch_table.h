@@ -4,8 +4,6 @@
 
 #include <cuda_runtime_api.h>
 
-#include <type_traits>
-
 #include "../../protocol/heap_layout.h"
 #include "../common/choice.h"
 
@@ -30,14 +28,14 @@ Choice<DispatchArguments> choose(const Config& config, const DispatchCall& call)
 Choice<CombineArguments> choose(const Config& config, const CombineCall& call);
 }  // namespace large
 namespace large_rounds {
+Choice<DispatchArguments> choose(const Config& config, const DispatchCall& call);
 Choice<CombineArguments> choose(const Config& config, const CombineCall& call);
 }  // namespace large_rounds
 
 template <typename Call>
 auto choose(const Config& c, const Call& call) {
-  if constexpr (std::is_same_v<Call, CombineCall>)
-    if (in_pieces(c)) return large_rounds::choose(c, call);
-  return call.large || in_pieces(c) ? large::choose(c, call) : decode::choose(c, call);
+  if (in_pieces(c)) return large_rounds::choose(c, call);
+  return call.large ? large::choose(c, call) : decode::choose(c, call);
 }
 
 // Loads every kernel that steps of this size may choose, so that no later call loads a module.

@@ -1,4 +1,4 @@
-// What a large dispatch in pieces does beyond one of whole blocks. The planner that has a round's first chunk tells all peers. A send half plans
+// The additions of a large dispatch in pieces. The planner that has a round's first chunk tells all peers. A send half plans
 // all chunks and sends those of two rounds; the receive half sends the others by the plan that is kept.
 #pragma once
 
