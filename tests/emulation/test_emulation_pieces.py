@@ -133,6 +133,18 @@ def test_pieces_of_ranks_with_few(transport: str) -> None:
             crew.run("emulated:in_pieces", module(), whole, "rank_cases:exchange", case, timeout=120)
 
 
+@pytest.mark.parametrize(
+    ("transport", "room", "share"), [("mapped", 7, 50), ("mapped", 1, 100), ("mixed:tcp", 3, 100), ("nvshmem", 7, 1)]
+)
+def test_pieces_of_several_chunks(transport: str, room: int, share: int) -> None:
+    """Several thread blocks plan and send a round together: of seven, of which `room` run at a time and `share` percent send."""
+    env = {"PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7", "PPLX_COMM_SENDING_SHARE": str(share)}
+    with Crew(3, env) as crew:
+        for number in numbers(3):
+            case = replace(piece_case(800 + number, 3), max_tokens=170, crowd="uneven", routing="uniform", transport=transport)
+            crew.run("emulated:in_pieces", module(), 64, "rank_cases:exchange", case, timeout=120)
+
+
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 @pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
 def test_pieces_and_whole_steps_in_turn(layout: str, transport: str) -> None:

@@ -408,7 +408,7 @@ MUTANTS = [
     ),
     Mutant(
         "plan: what lies between two stretches is not counted",
-        "src/cuda/large/dispatch.cu",
+        "src/cuda/large/dispatch_kernel.cuh",
         "        sum_chunks(a, step, counted, number, sums, memory);",
         "        sum_chunks(a, step, n == 0 ? counted : number, number, sums, memory);",
         "rows of a thread block's later stretches go where others' do",
@@ -590,7 +590,7 @@ MUTANTS = [
     ),
     Mutant(
         "numbered: what lies between two stretches is not counted",
-        "src/cuda/large/dispatch.cu",
+        "src/cuda/large/dispatch_kernel.cuh",
         "    if (!ends && counted != number)",
         "    if (!ends && counted > number)",
         "rows of a thread block's later stretches go where others' do",

@@ -7,6 +7,7 @@ from emulation_mutants import CARRIER, ERROR, NETWORK, PUTS, Mutant
 ROUNDS = "src/cuda/rounds/remote.cuh"
 
 PIECES = "test_pieces_by_kernels"
+MAPPED = "test_pieces and not between and not kernels and not resident and not leave and not reset and not proxy and not nvshmem and not mixed"
 RESET_PIECES = "test_pieces_after_a_reset and nvshmem"
 LATE_PIECE, WRONG_PIECE = "a_piece_that_lands_after_its_generation", "a_piece_that_is_not_the_next"
 HOOKS = "test_hooks_of_pieces and mapped and not resident and not graph"
@@ -135,12 +136,57 @@ MUTANTS = [
         "_cuda",
     ),
     Mutant(
-        "hooks: a row of many tokens in pieces is counted before it is placed",
-        "src/cuda/rounds/large_recv.cuh",
-        "    bulk_await_stored<1>();\n    count(before_);\n",
-        "    bulk_await_stored<1>();\n    count(last_);\n",
-        "a block's word is raised before the bulk copy of its last row",
-        HOOKS,
+        "pieces: a round's rows are stored where those of two rounds before are read",
+        "src/cuda/large/route.cuh",
+        "        begin_round(first / a_.pieces.tokens);\n",
+        "",
+        "peers may still read what lies there",
+        MAPPED,
+        "_cuda",
+    ),
+    Mutant(
+        "pieces: rows of a chunk go where those of another round went",
+        "src/cuda/large/route.cuh",
+        "rows_at_ + turn * kMaxPeers;",
+        "rows_at_;",
+        "places are those of the chunk's own round",
+        MAPPED,
+        "_cuda",
+    ),
+    Mutant(
+        "pieces: rows before a round are those before its planner's chunk",
+        "src/cuda/large/dispatch_kernel.cuh",
+        "return kRounds ? chunk - chunk % a.pieces.chunks : chunk;",
+        "return chunk;",
+        "rows of a round lie behind its place, or in front of it",
+        "test_pieces_of_several_chunks and mapped",
+        "_cuda",
+    ),
+    Mutant(
+        "pieces: senders receive when they have sent",
+        "src/cuda/large/dispatch_kernel.cuh",
+        "  if constexpr (kRounds) {\n    if (warp == kPasser",
+        "  if constexpr (kRounds) {\n    if (a.send) s.sent.wait();\n    if (warp == kPasser",
+        "a thread block alone on the GPU waits for rounds that it is to receive itself",
+        "test_pieces_with_one_resident_thread_block and 1-mapped",
+        "_cuda",
+    ),
+    Mutant(
+        "pieces: a send half plans what it sends",
+        "src/cuda/large/dispatch_kernel.cuh",
+        "all = given ? end : a.chunks;",
+        "all = end;",
+        "the receive half finds no plan for the later rounds",
+        MAPPED,
+        "_cuda",
+    ),
+    Mutant(
+        "pieces: a round of tokens is complete without those that are dealt last",
+        "src/cuda/large/store.cuh",
+        "count_tokens_of_round(a, step, round, batch.tokens);",
+        "count_tokens_of_round(a, step, round, batch.tokens + (batch.tokens > 1 ? 1 : 0));",
+        "the proxy sends a piece while rows of it are stored, or never",
+        "test_pieces_between_nodes",
         "_cuda",
     ),
     Mutant(
@@ -154,9 +200,9 @@ MUTANTS = [
     ),
     Mutant(
         "hooks: padding between experts is not counted in rounds",
-        "src/cuda/rounds/large_recv.cuh",
-        "zero_padding<kHooks>(",
-        "zero_padding<false>(",
+        "src/cuda/large/receive.cuh",
+        "      zero_padding<kHooks>(a_, e_, expert, ",
+        "      zero_padding<false>(a_, e_, expert, ",
         "a block with padding is never raised",
         HOOKS,
         "_cuda",

@@ -42,7 +42,6 @@ CLOSED = "src/cuda/common/step.cuh"
 REMOTE = "src/cuda/remote/proxy.cuh"
 COMBINE = "src/cuda/decode/combine_kernel.cuh"
 EXCHANGE = "src/cuda/host/exchange.cpp"
-MANY_SEND = "src/cuda/rounds/large_send.cuh"
 MANY_COMBINE = "src/cuda/large/combiner.cuh"
 DEALT_SUMS = "src/cuda/large/receive_sums.cuh"
 
@@ -189,20 +188,6 @@ MUTANTS = [
         "the other pieces of its strip travel on their own, and may come later",
     ),
     Mutant(
-        "a tile's place is written while it is read",
-        MANY_SEND,
-        "        bulk_await_stored<kTilesOut - 1>();\n",
-        "",
-        "codes of another tile go to the peer",
-    ),
-    Mutant(
-        "words of rows before their tiles",
-        MANY_SEND,
-        "    await_earlier_tokens();\n    tell(1);\n",
-        "    tell(0);\n",
-        "bulk stores are no thread's: no fence waits for them",
-    ),
-    Mutant(
         "a run of sums is told of before it is stored",
         MANY_COMBINE,
         "    if (threadIdx.x % 32 == 0) bulk_await_stored<0>();\n    if (to_tell_ != 0)",
@@ -276,9 +261,9 @@ MUTANTS = [
         DISPATCH_RECV,
         """  place_copies(a, r, part, quantised(k.c.wire) && nth == k.parts - 1);
   if (nth == 0) place_words(a, r);
-  if constexpr (kHooks) HookWords<kHooks>::count_placed(a, r.out_row, a.hooks.part_units);
+  if constexpr (kHooks) HookWords<kHooks>::count_placed(a, r.out_row, 1);
 """,
-        """  if constexpr (kHooks) HookWords<kHooks>::count_placed(a, r.out_row, a.hooks.part_units);
+        """  if constexpr (kHooks) HookWords<kHooks>::count_placed(a, r.out_row, 1);
   place_copies(a, r, part, quantised(k.c.wire) && nth == k.parts - 1);
   if (nth == 0) place_words(a, r);
 """,

@@ -148,10 +148,10 @@ struct PlanView {
 // How thread blocks plan a dispatch of many tokens together. Device memory; launches that send run one after the other. The last
 // thread block to leave makes all of the first five 0 again.
 struct ChunkCounts {
-  std::uint32_t* next = nullptr;  // chunk that is sent next
+  std::uint32_t* next = nullptr;  // stretch that is sent next
   std::uint32_t* counted = nullptr;  // chunks
   std::uint32_t* left = nullptr;  // thread blocks
-  std::uint32_t* received = nullptr;  // units of what comes that some warp has begun
+  std::uint32_t* received = nullptr;  // units of what comes that some warp has begun; in rounds chunks that are sent
   std::uint32_t* totals = nullptr;  // [kTotals][columns], of all tokens together
   std::uint32_t* taken = nullptr;  // [chunks]: the step in which a warp last counted it
   std::uint64_t* ready = nullptr;  // [chunks]: arrival_word of the last step whose counts are there
@@ -214,13 +214,12 @@ struct Output {
   std::int32_t* num_rows = nullptr;
 };
 
-// The words of a dispatch's hooks, where the caller has any. A row counts as row_units. Each of its parts counts as part_units, or
-// large_part_units, so that all ways of cutting rows have the same sum.
+// The words of a dispatch's hooks, where the caller has any. A row counts as row_units, each of its parts as one.
 struct DispatchHooks {
   std::uint32_t* planned = nullptr;
   std::uint32_t* arrived = nullptr;  // [words]
   std::uint32_t words = 0;
-  std::uint32_t row_units = 1, part_units = 1, large_part_units = 1;
+  std::uint32_t row_units = 1;
 };
 
 struct DispatchArguments {

@@ -27,7 +27,7 @@ struct DispatchCall {
       : large(large),
         mapped_only(is_mapped_only(a)),
         given_scales(a.scales != nullptr),
-        hooks(a.hooks.planned != nullptr && (a.recv || (large && !a.common.heap.in_pieces))) {}
+        hooks(a.hooks.planned != nullptr && (a.recv || large)) {}
 };
 
 struct CombineCall {

@@ -155,7 +155,7 @@ __device__ inline bool receive_part(const DispatchArguments& a, std::uint32_t st
   if (!s.placed_all || !read_route(a, step, part.route, e, r)) return false;
   place_copies(a, r, part, quantised(k.c.wire) && nth == k.parts - 1);
   if (nth == 0) place_words(a, r);
-  if constexpr (kHooks) HookWords<kHooks>::count_placed(a, r.out_row, a.hooks.part_units);
+  if constexpr (kHooks) HookWords<kHooks>::count_placed(a, r.out_row, 1);
   if (mapped && number < k.showing_rows) part.make_places_blank(k);
   mark_stage(k, Stage::RowPlaced);
   return true;

@@ -1,4 +1,4 @@
-// The words of src/protocol/hooks.h, as dispatch_recv raises them. A warp that has placed its part of a row counts it, with a
+// The words of src/protocol/hooks.h, as dispatch_recv raises them; in pieces a launch may have none. A warp that has placed its part of a row counts it, with a
 // release for this GPU and without waiting for anything; the warp that turns counts into places knows how many there will be.
 #pragma once
 
@@ -22,6 +22,7 @@ struct HookWords<true> {
   // Counts whole rows that this warp has cleared.
   __device__ static void count_cleared(const DispatchArguments& a, std::uint32_t begin, std::uint32_t end) {
     __syncwarp();
+    if (a.hooks.planned == nullptr) return;
     for (std::uint32_t place = begin + threadIdx.x % 32; place < end; place += 32)
       add_in_order(a.hooks.arrived + hook_word_of(a.common.c, place), a.hooks.row_units);
   }
@@ -35,7 +36,7 @@ struct HookWords<true> {
       add_in_order(a.hooks.arrived + word, kRaised - a.hooks.row_units * rows_of_hook(a, s, e, word));
     }
     __syncwarp();
-    if (threadIdx.x % 32 == 0) add_in_order(a.hooks.planned, kRaised);
+    if (threadIdx.x % 32 == 0 && a.hooks.planned != nullptr) add_in_order(a.hooks.planned, kRaised);
   }
 
   // Raises all words after a failure, by all threads of a block, at its end: after all that the block has counted, so a word that
@@ -44,7 +45,7 @@ struct HookWords<true> {
     __syncthreads();
     if (!stopped(a.common, false)) return;
     for (std::uint32_t word = threadIdx.x; word < a.hooks.words; word += blockDim.x) atomicOr(a.hooks.arrived + word, kRaised);
-    if (threadIdx.x == 0) atomicOr(a.hooks.planned, kRaised);
+    if (threadIdx.x == 0 && a.hooks.planned != nullptr) atomicOr(a.hooks.planned, kRaised);
   }
 
  private:

@@ -47,8 +47,7 @@ PlanView plan_view(const Config& c, std::uint64_t tokens, char* plan) {
 }
 
 DispatchHooks dispatch_hooks(const Common& k, std::uint32_t* words) {
-  const std::uint32_t large_parts = large_row_parts(k.c);
-  return {words, words + hook_arrived_at(k.c), hook_words(k.c), k.parts * large_parts, large_parts, k.parts};
+  return {words, words + hook_arrived_at(k.c), hook_words(k.c), k.parts};
 }
 
 }  // namespace
@@ -181,8 +180,10 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
   const bool large = is_large(launch, a);
   if (large) {
     ++large_dispatches_;
-    a.stretches = a.send && a.recv && !pieces && common_.living > 1 ? sending_blocks(blocks, sending_share_) : blocks;
+    a.stretches = blocks;
+    if (launch.halves == (kSend | kRecv) && !pieces && common_.living > 1) a.stretches = sending_blocks(blocks, sending_share_);
     a.tokens_per_chunk = tokens_of_chunk(a.own, c.top_k, a.stretches);
+    if (pieces && a.recv) a.stretches = sending_blocks(blocks, sending_share_ != 0 ? sending_share_ : kSendingShareInRounds);
     a.chunks = ceil_div(a.own, a.tokens_per_chunk);
     a.chunk_counts = chunk_counts_;
   }

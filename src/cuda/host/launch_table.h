@@ -46,9 +46,7 @@ cudaError_t launch(const Choice<Arguments>& choice, const Arguments& arguments, 
 // True if the GPU has the shared memory, and the configuration the shape, for large steps.
 bool can_dispatch_large(const Config& config, std::uint32_t shared_bytes);
 bool can_combine_large(const Config& config, std::uint32_t shared_bytes);
-bool can_dispatch_rounds(const Config& config, std::uint32_t shared_bytes);
 bool can_combine_rounds(const Config& config, std::uint32_t shared_bytes);
-std::uint32_t large_row_parts(const Config& config);  // parts of a row
 
 cudaError_t load_hooks();
 cudaError_t launch_clear_hooks(std::uint32_t* words, std::uint32_t count, cudaStream_t stream);

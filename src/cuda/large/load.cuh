@@ -1,9 +1,10 @@
-// The send half of a large dispatch inside a node: warps with roles, and rings in shared memory between them. The loader asks for tokens far
+// The send half of a large dispatch: warps with roles, and rings in shared memory between them. The loader asks for tokens far
 // ahead; quantisers, where there is anything to quantise, make rows of them, a team each of them together; the dealer (large/route.cuh) looks
 // tokens up and says where their rows go; storers (large/store.cuh) take them there, by ordinary stores of all lanes; the teller, and at last
 // storers, raise the arrival words of all that has been stored, behind one fence. The dealer is only far enough ahead to saturate the link.
 //
-// None of them waits for a peer, but the dealer where it may keep no more own rows: for the counts, which wait for no row.
+// None of them waits for a peer, but the dealer: where it may keep no more own rows, for the counts, which wait for no row; in rounds for
+// room. What it has dealt before is stored and told of meanwhile.
 #pragma once
 
 #include "receive.cuh"
@@ -28,6 +29,8 @@ struct SentRow {
 // Tokens that are dealt together. The lanes of a token are a power of two.
 struct Batch {
   std::uint32_t first, tokens;  // this rank's tokens; tokens 0: there are no more
+  std::uint32_t words;  // in rounds: lanes whose rows have arrival words
+  bool sent;  // in rounds: there was room
   SentRow rows[32];
 };
 

@@ -7,7 +7,7 @@
 
 namespace pplx::cuda {
 
-template <std::uint32_t kElementBytes, std::uint32_t kMostBytes = kTileBytes>
+template <std::uint32_t kElementBytes, std::uint32_t kMostBytes>
 class TileQuantiser {
  public:
   static constexpr std::uint32_t kPassElements = 512, kPasses = kMostBytes / kElementBytes / kPassElements;

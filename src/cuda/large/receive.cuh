@@ -1,10 +1,10 @@
-// The receivers of a dispatch of many tokens inside a node. A warp carries each row of a run through registers: bulk copies are one queue of their
+// The receivers of a dispatch of many tokens. A warp carries each row of a run through registers: bulk copies are one queue of their
 // multiprocessor, in which a store that the link does not take stands before all loads. Rows of a source that has few are received as by a
 // dispatch of few tokens.
 #pragma once
 
 #include "../decode/dispatch_recv.cuh"
-#include "../plan/runs.cuh"
+#include "../rounds/rounds.cuh"
 #include "ring.cuh"
 #include "span_timer.cuh"
 #include "tuning.h"
@@ -26,7 +26,7 @@ struct CarriedRuns {
 };
 
 // The receiver: any warp that has nothing to send.
-template <bool kHooks>
+template <bool kHooks, bool kRounds>
 class RowCarrier {
  public:
   __device__ RowCarrier(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, CarriedRuns& runs, const Experts& e)
@@ -66,8 +66,25 @@ class RowCarrier {
       else if (kept == nullptr || !find_kept(*kept, run))
         break;
       const bool shows = s_.showing[run.source] != 0;
-      if (!(shows ? receive_showing<kHooks>(a_, step_, s_, e_, s_.rows_begin[run.source] + run.first, run.rows) : carry_run(run))) break;
+      if (!(shows ? receive_showing<kHooks>(a_, step_, s_, e_, s_.rows_begin[run.source] + run.first, run.rows) : carry_run(run, run.first, 0))) break;
     }
+  }
+
+  // In rounds, in which senders of this thread block may wait for what it receives. rows: of this warp.
+  __device__ void receive_rounds(RoundRows& rows) {
+    s_.rows_known.wait();
+    if (!s_.good) return;
+    const SpanTimer all(k_, Span::Receiving);
+    Rounds rounds(k_, a_.pieces, step_, s_.rows_begin, Phase::DispatchRecv, rows_of_run(a_.pieces.tokens * k_.living, gridDim.x), 1, rows);
+    bool good = rounds.open(0, kNone);
+    for (RoundRun run; good && rounds.find(claim(k_, a_.pieces, step_, Claim::DispatchRecv), run);) {
+      good = run.rows == 0 || carry_run({run.source, run.first, run.rows}, run.slot_row, run.round);
+      if (good) finish_unit(k_, a_.pieces, step_, Op::Dispatch, run.round, rounds.units(), run.is_first, rounds.all());
+    }
+    if (!good || rounds.failed() || !k_.c.zero_pad || k_.c.layout != LayoutKind::Ragged) return;
+    s_.placed.wait();
+    for (std::uint32_t expert; s_.placed_all && (expert = take_next(&s_.next) * gridDim.x + blockIdx.x) < k_.experts;)
+      zero_padding<kHooks>(a_, e_, expert, s_.ragged_rows);
   }
 
  private:
@@ -99,14 +116,23 @@ class RowCarrier {
     return end;
   }
 
-  // The next row is asked for before this one's place is looked up.
-  __device__ bool carry_run(const RowRun& run) const {
+  // True if a row's word says that it is here. A remote peer's is here with its piece.
+  __device__ bool has_come(const char* word, std::uint32_t source, std::uint32_t round) const {
+    if constexpr (kRounds)
+      return is_remote(k_, source) || row_has_come(k_, word, Phase::DispatchRecv, step_, source, round);
+    else
+      return wait<Match::Exact>(k_, word, Phase::DispatchRecv, step_, source);
+  }
+
+  // The next row is asked for before this one's place is looked up. slot_row: where the run lies.
+  __device__ bool carry_run(const RowRun& run, std::uint32_t slot_row, std::uint32_t round) const {
     const std::uint32_t lane = lane_anew(), row_bytes = k_.dispatch.row_bytes;
-    char* row = own_slot(k_, set_of(k_.c, step_), Op::Dispatch, run.source) + k_.dispatch.row_at(run.first);
+    char* row = own_slot(k_, set_of(k_.c, step_), Op::Dispatch, run.source) + k_.dispatch.row_at(slot_row);
+    if (kRounds && is_remote(k_, run.source)) row += k_.heap.piece_at(Op::Dispatch, round);  // a piece has its own header
     {
       const SpanTimer waits(k_, Span::AwaitingRow);
       const char* const word = row + std::uint64_t{lane} * row_bytes + k_.dispatch.arrival_at;
-      const bool good = lane >= run.rows || wait<Match::Exact>(k_, word, Phase::DispatchRecv, step_, run.source);
+      const bool good = lane >= run.rows || has_come(word, run.source, round);
       if (!all_of_warp(good)) return false;
     }
     mark_stage(k_, Stage::RowThere);
@@ -134,7 +160,7 @@ class RowCarrier {
     r.at = s_.rows_begin[source] + number;
     if (!read_route(a_, step_, end.route, e_, r)) return false;
     const std::uint32_t copies = copies_of(k_, r);
-    const bool blank = number < k_.showing_rows;  // a later step of few tokens has rows here that show by themselves
+    const bool blank = !kRounds && number < k_.showing_rows;  // a later step of few tokens has rows here that show by themselves
     char* const mine = r.out_row != kNone ? a_.out.x + std::uint64_t{r.out_row} * k_.payload_bytes : nullptr;
 #pragma unroll 1
     for (std::uint32_t begin = 0; begin < k_.payload_bytes; begin += kPartBytes) {
@@ -148,7 +174,8 @@ class RowCarrier {
     }
     if (quantised(k_.c.wire)) place_scales(r, copies, end.scales, row, blank);
     place_words(a_, r);
-    if constexpr (kHooks) HookWords<kHooks>::count_placed(a_, r.out_row, a_.hooks.row_units);
+    if constexpr (kHooks)
+      if (!kRounds || a_.hooks.planned != nullptr) HookWords<kHooks>::count_placed(a_, r.out_row, a_.hooks.row_units);
     return true;
   }
 

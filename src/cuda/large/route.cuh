@@ -1,5 +1,5 @@
-// The dealer of a dispatch of many tokens inside a node (large/load.cuh): the warp that knows where rows go, and writes what lies behind their
-// payload but for scales.
+// The dealer of a dispatch of many tokens (large/load.cuh): the warp that knows where rows go, and writes what lies behind their payload but for
+// scales.
 #pragma once
 
 #include "../plan/token_plan.cuh"
@@ -8,8 +8,8 @@
 
 namespace pplx::cuda {
 
-// kHooks: this rank's own rows go the way of all others, since the receiver counts them.
-template <bool kHooks>
+// kHooks, kRounds: this rank's own rows go the way of all others, since the receiver counts them.
+template <bool kHooks, bool kRounds>
 class TokenDealer {
  public:
   __device__ TokenDealer(const DispatchArguments& a, LargePlan& plan, ReceiveShared& receive, const Experts& experts, char* const* rows_at,
@@ -33,12 +33,16 @@ class TokenDealer {
       }
       const auto [first, tokens] = plan_.bounds[turn];
       if (tokens == 0) break;
+      if constexpr (kRounds) {
+        begin_round(first / a_.pieces.tokens);
+        rows_of_chunk_ = rows_at_ + turn * kMaxPeers;
+      }
       for (std::uint32_t at = 0; at < tokens; at += together_) deal_tokens(plan_.chunks[turn], first, at, min(together_, tokens - at));
       __syncwarp();
       if (lane() == 0) mbarrier_arrive(plan_.used + turn);
     }
-    if (!places_known_) end_kept();
-    tell_storers(0, 0, {});
+    if (!kRounds && !places_known_) end_kept();
+    tell_storers(0, 0, {}, 0);
   }
 
  private:
@@ -55,6 +59,17 @@ class TokenDealer {
   // All of this lane's token, in the lowest bits.
   __device__ std::uint32_t of_token(std::uint32_t lanes) const { return lanes >> (nth() << k_.group_shift) & (~0u >> (32 - (1u << k_.group_shift))); }
 
+  // Waits for room at all peers.
+  __device__ void begin_round(std::uint32_t round) {
+    if (round == round_) return;
+    round_ = round;
+    const SpanTimer waits(k_, Span::AwaitingPlan);
+    bool good = has_room_;
+    for (std::uint32_t i = lane(); has_room_ && i < k_.living; i += 32)
+      good = await_room(k_, a_.pieces, Phase::DispatchSend, plan_.step, Op::Dispatch, k_.order[i], round) && good;
+    has_room_ = all_of_warp(good);
+  }
+
   // Tokens [at, at + tokens) of the chunk that begins with token `first` of this rank's.
   __device__ void deal_tokens(const PlannedChunk& chunk, std::uint32_t first, std::uint32_t at, std::uint32_t tokens) {
     const std::uint32_t own = first + at + nth();
@@ -68,10 +83,11 @@ class TokenDealer {
       c.entry = chunk.row[i];
     }
     c.of.rank = c.of.id < 0 ? kNone : k_.per_rank.divide(static_cast<std::uint32_t>(c.of.id));
-    const bool is_own = !kHooks && a_.recv && c.entry != kNone && c.entry >> 20 == k_.c.rank;
+    const bool is_own = !kHooks && !kRounds && a_.recv && c.entry != kNone && c.entry >> 20 == k_.c.rank;
     const std::uint32_t owners = __ballot_sync(~0u, is_own);
     const bool placed = owners != 0 && places_own(is_own, owners, c.entry);
-    if (c.entry != kNone && !(is_own && placed)) c.row = rows_at_[c.entry >> 20] + std::uint64_t{c.entry & 0xfffffu} * k_.dispatch.row_bytes;
+    const bool in_slot = c.entry != kNone && (!kRounds || has_room_) && !(is_own && placed);
+    if (in_slot) c.row = (kRounds ? rows_of_chunk_ : rows_at_)[c.entry >> 20] + std::uint64_t{c.entry & 0xfffffu} * k_.dispatch.row_bytes;
     SentRow sent;
     sent.row = c.row;
     ArrivedRow mine;
@@ -81,8 +97,8 @@ class TokenDealer {
       if (quantised(k_.c.wire)) sent.scales = scale_place(a_, mine.out_row, mine.expert);
     }
     write_routes(c, own, there);
-    tell_storers(first + at, tokens, sent);
-    if (a_.ids != nullptr && there) keep(c, own);
+    tell_storers(first + at, tokens, sent, kRounds ? __ballot_sync(~0u, in_slot && !is_remote(k_, c.entry >> 20)) : 0);
+    if (!kRounds && a_.ids != nullptr && there) keep(c, own);
     if (has_own) place_words(a_, mine, choice());
   }
 
@@ -151,7 +167,7 @@ class TokenDealer {
     if (a_.weights != nullptr) a_.plan.weights[at] = c.of.weight;
   }
 
-  __device__ void tell_storers(std::uint32_t first, std::uint32_t tokens, const SentRow& sent) {
+  __device__ void tell_storers(std::uint32_t first, std::uint32_t tokens, const SentRow& sent, std::uint32_t words) {
     {
       const SpanTimer waits(k_, Span::AwaitingPlaceOut);
       const std::uint32_t oldest = dealt_ - under_way_;
@@ -163,6 +179,10 @@ class TokenDealer {
     if (lane() == 0) {
       batch.first = first;
       batch.tokens = tokens;
+      if constexpr (kRounds) {
+        batch.words = words;
+        batch.sent = has_room_;
+      }
     }
     __syncwarp();
     if (lane() == 0) mbarrier_arrive(rings_.dealt + at);
@@ -173,12 +193,15 @@ class TokenDealer {
   LargePlan& plan_;
   ReceiveShared& receive_;
   const Experts& experts_;
-  char* const* const rows_at_;  // where this rank's rows begin at each peer
+  char* const* const rows_at_;  // where this rank's rows begin at each peer; in rounds those of two chunks
+  char* const* rows_of_chunk_ = nullptr;
   SendRings& rings_;
   std::uint32_t together_ = 1;  // tokens
   std::uint32_t dealt_ = 0, under_way_ = kBatches;  // batches; `under_way_`: the most that peers have not been told of
   std::uint32_t kept_ = 0;  // own rows
   bool places_known_ = false;
+  std::uint32_t round_ = 0;
+  bool has_room_ = true;  // there is room for that round; else something failed
 };
 
 }  // namespace pplx::cuda

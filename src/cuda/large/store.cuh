@@ -1,4 +1,4 @@
-// Storers and the teller of a large dispatch inside a node (large/load.cuh): how rows leave a thread block, and how peers hear of them.
+// Storers and the teller of a large dispatch (large/load.cuh): how rows leave a thread block, and how peers hear of them.
 #pragma once
 
 #include "../decode/dispatch_send.cuh"
@@ -130,7 +130,9 @@ class RowStorer {
 
 // Raises the words of all rows that are there, behind one fence. By the teller, and by storers that have nothing more to store: the last fence
 // need not begin behind another.
-__device__ inline void tell_of_rows(const Common& k, std::uint32_t step, SendRings& rings) {
+template <bool kRounds>
+__device__ inline void tell_of_rows(const DispatchArguments& a, std::uint32_t step, SendRings& rings) {
+  const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   for (;;) {
     std::uint32_t told = lane == 0 ? *const_cast<volatile std::uint32_t*>(&rings.next_told) : 0;
@@ -152,11 +154,15 @@ __device__ inline void tell_of_rows(const Common& k, std::uint32_t step, SendRin
     const SpanTimer tells(k, Span::Telling);
     fence_system();
     for (; told != end; ++told) {
-      char* const row = rings.batches[told % kBatches].rows[lane].row;
-      if (row != nullptr) {
+      const Batch& batch = rings.batches[told % kBatches];
+      char* const row = batch.rows[lane].row;
+      const std::uint32_t round = kRounds ? batch.first / a.pieces.tokens : 0;
+      if (kRounds ? (batch.words >> lane & 1) != 0 : row != nullptr) {
         fuzz_delay(k, std::uint64_t{step} << 32 | told);
-        store_relaxed(row + k.dispatch.arrival_at, arrival_word(k.generation, step));
+        store_relaxed(row + k.dispatch.arrival_at, kRounds ? word_of_round(k, step, round) : arrival_word(k.generation, step));
       }
+      if constexpr (kRounds)
+        if (k.remote != 0 && batch.tokens != 0 && batch.sent) count_tokens_of_round(a, step, round, batch.tokens);
       __syncwarp();
       if (lane == 0) mbarrier_arrive(rings.told + told % kBatches);
     }

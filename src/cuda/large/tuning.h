@@ -15,15 +15,12 @@ constexpr std::uint32_t senders_of(std::uint32_t blocks, std::uint32_t bytes_eac
   return std::min(most, (kBytesOnTheirWay - 1) / (blocks * bytes_each) + 1);
 }
 
-// A thread block has a warp that plans, two that find out what has come, and workers. In pieces some workers send first, and each has
-// its own shared memory: tiles on their way in and out, or rows on their way in.
-inline constexpr std::uint32_t kWorkers = 12, kSendingWorkers = 9;
+// A thread block has a warp that plans, two that find out what has come, and workers.
+inline constexpr std::uint32_t kWorkers = 12;
 inline constexpr std::uint32_t kManyWarps = 3 + kWorkers;
 inline constexpr std::uint32_t kManyThreads = 32 * kManyWarps;
-inline constexpr std::uint32_t kTileBytes = 4096, kTilesIn = 3, kTilesOut = 2;
-inline constexpr std::uint32_t kRowsIn = 2, kRowPartBytes = 7168;
 
-// Inside a node workers have roles (large/load.cuh), and one warp more tells of rows: with 16 warps a thread has 128 registers, with more
+// Workers have roles (large/load.cuh), and one warp more tells of rows: with 16 warps a thread has 128 registers, with more
 // 96. A team quantises a token at a time, or a part of it, up to kQuantiserBytes each.
 inline constexpr std::uint32_t kTeams = 3, kOfTeam = 2, kQuantiserBytes = 7168;
 inline constexpr std::uint32_t kQuantisers = kTeams * kOfTeam;
@@ -48,6 +45,8 @@ inline constexpr std::uint32_t kSendingBlocks = 66;
 constexpr std::uint32_t sending_blocks(std::uint32_t blocks, std::uint32_t share) {
   return share == 0 ? std::min(blocks, kSendingBlocks) : std::max(1u, blocks * share / 100);
 }
+// In rounds, where senders wait for receivers.
+inline constexpr std::uint32_t kSendingShareInRounds = 50;
 
 // A rank's own rows of a thread block that do not wait until their places are known.
 inline constexpr std::uint32_t kMostKeptRows = 64;
@@ -110,9 +109,9 @@ constexpr std::uint32_t tokens_of_chunk(std::uint32_t tokens, std::uint32_t top_
 // Sums of all chunks' counts, of which each chunk adds to one: additions to one word take turns.
 inline constexpr std::uint32_t kTotals = 8;
 
-// Rows of one source that a worker waits for together, at most, in pieces and inside a node. Less where workers have few: the last rows to
-// come would be one worker's alone.
-inline constexpr std::uint32_t kRowsOfRun = 8, kRowsOfCarriedRun = 4;
+// Rows of one source that a worker waits for together, at most. Less where workers have few: the last rows to come would be one worker's
+// alone.
+inline constexpr std::uint32_t kRowsOfCarriedRun = 4;
 constexpr std::uint32_t rows_of_run(std::uint32_t rows, std::uint32_t blocks) {
   // No std::min: its reference to a constant of the host is nothing that a kernel can read.
   const std::uint32_t fair = rows / (blocks * kWorkers);

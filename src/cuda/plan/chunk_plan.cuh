@@ -4,7 +4,8 @@
 //
 // A warp waits only for chunks that a running warp counts: it counts one itself that no warp has begun. Planners, a warp of each thread
 // block, claim stretches of chunks, one for each thread block that is to send: behind the first chunk of a stretch, the counts before are
-// known. A thread block that begins late finds its stretch taken, and only receives.
+// known. A thread block that begins late finds its stretch taken, and only receives. In rounds the first `stretches` thread blocks claim
+// single chunks: a round has room when all earlier ones have been sent.
 #pragma once
 
 #include "../common/step.cuh"
@@ -428,20 +429,32 @@ struct Stretch {
   }
 };
 // Returns the next chunk of this block's stretch: one warp.
+template <bool kRounds>
 __device__ inline std::uint32_t next_chunk(const DispatchArguments& a, Stretch& stretch) {
+  if constexpr (kRounds) return a.pieces.begin * a.pieces.chunks + take_next(a.chunk_counts.received);
   if (stretch.next == stretch.end && stretch.next < a.chunks) stretch = Stretch(a, take_next(a.chunk_counts.next));
   return stretch.next < a.chunks ? stretch.next++ : a.chunks;
 }
 
+// The chunk behind the last one that this launch sends.
+template <bool kRounds>
+__device__ inline std::uint32_t end_of_chunks(const DispatchArguments& a) { return kRounds ? a.pieces.end_chunk : a.chunks; }
+
 // Tells the bounds of this block's nth chunk: one thread of a planner. No warp looks at their former values any more.
+template <bool kRounds>
 __device__ inline void tell_bounds(const DispatchArguments& a, LargePlan& s, std::uint32_t n, std::uint32_t chunk) {
   const std::uint32_t first = chunk * a.tokens_per_chunk;
-  s.bounds[n % 2] = {first, chunk >= a.chunks ? 0 : min(a.own - first, a.tokens_per_chunk)};
+  s.bounds[n % 2] = {first, chunk >= end_of_chunks<kRounds>(a) ? 0 : min(a.own - first, a.tokens_per_chunk)};
   mbarrier_arrive(s.known + n % 2);
 }
 
-// The planner's first part: the step, the block's first chunk, and whether this launch may write.
-__device__ inline void begin_plan(const DispatchArguments& a, LargePlan& s) {
+// True if this launch begins its step. A receive half sends the later rounds of one that has begun.
+template <bool kRounds>
+__device__ inline bool begins_step(const DispatchArguments& a) { return !kRounds || a.pieces.begins; }
+
+// The planner's first part: the step, the block's first chunk, and whether this launch may write. open: the step, if it has begun.
+template <bool kRounds>
+__device__ inline void begin_plan(const DispatchArguments& a, LargePlan& s, std::uint32_t open) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   EarlyClosed closed;
@@ -451,22 +464,26 @@ __device__ inline void begin_plan(const DispatchArguments& a, LargePlan& s) {
   if (lane == 0) first = atomicAdd(a.chunk_counts.next, 1u);
   closed.keep(k, lane, s.closed);
   if (lane != 0) return;
-  s.step = step_of(word);
+  s.step = begins_step<kRounds>(a) ? step_of(word) : open;
   s.first_stretch = first;
-  s.first_chunk = Stretch(a, first).next;
-  tell_bounds(a, s, 0, s.first_chunk);
-  pass_step(k);
+  if constexpr (kRounds)
+    s.first_chunk = first < a.stretches ? a.pieces.begin * a.pieces.chunks + atomicAdd(a.chunk_counts.received, 1u) : a.chunks;
+  else
+    s.first_chunk = Stretch(a, first).next;
+  tell_bounds<kRounds>(a, s, 0, s.first_chunk);
+  if (begins_step<kRounds>(a)) pass_step(k);
 }
 
+template <bool kRounds>
 __device__ inline void claim_set(const DispatchArguments& a, LargePlan& s) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
-  bool taken = may_take_at_once(k, s.step, s.closed);
+  bool taken = !begins_step<kRounds>(a) || may_take_at_once(k, s.step, s.closed);
   if (!taken) {
     if (lane == 0) taken = may_take_later(k, s.step);
     taken = __shfl_sync(~0u, taken, 0);
   }
-  taken = taken && (k.remote == 0 || may_write_all(k, s.step, Op::Dispatch));
+  if constexpr (kRounds) taken = taken && (k.remote == 0 || !a.pieces.begins || may_write_all(k, s.step, Op::Dispatch));
   if (lane == 0) s.taken = taken;
   s.claimed.set();
 }
