@@ -29,13 +29,14 @@ Choice<CombineArguments> choose(const Config& config, const CombineCall& call);
 }  // namespace large
 namespace large_rounds {
 Choice<DispatchArguments> choose(const Config& config, const DispatchCall& call);
-Choice<CombineArguments> choose(const Config& config, const CombineCall& call);
 }  // namespace large_rounds
 
-template <typename Call>
-auto choose(const Config& c, const Call& call) {
+inline Choice<DispatchArguments> choose(const Config& c, const DispatchCall& call) {
   if (in_pieces(c)) return large_rounds::choose(c, call);
   return call.large ? large::choose(c, call) : decode::choose(c, call);
+}
+inline Choice<CombineArguments> choose(const Config& c, const CombineCall& call) {
+  return call.large || in_pieces(c) ? large::choose(c, call) : decode::choose(c, call);
 }
 
 // Loads every kernel that steps of this size may choose, so that no later call loads a module.
@@ -47,7 +48,6 @@ cudaError_t launch(const Choice<Arguments>& choice, const Arguments& arguments, 
 bool can_dispatch_large(const Config& config, std::uint32_t shared_bytes);
 bool can_combine_large(const Config& config, std::uint32_t shared_bytes);
 bool can_dispatch_rounds(const Config& config, std::uint32_t shared_bytes);
-bool can_combine_rounds(const Config& config, std::uint32_t shared_bytes);
 std::uint32_t large_row_parts(const Config& config);  // parts of a row
 
 cudaError_t load_hooks();
