@@ -39,7 +39,7 @@ DEV = ROOT / "build" / "dev"
 NEEDS = ROOT / "tools" / "cuda_compiler.txt"
 SOURCES = (
     "decode/dispatch", "decode/combine", "remote/dispatch", "remote/combine", "large/dispatch", "large/combine",
-    "rounds/dispatch", "rounds/large_combine",
+    "rounds/dispatch",
 )  # fmt: skip
 
 # ---- the rules ----
@@ -83,24 +83,18 @@ BOUNDS: dict[str, Sizes] = {
     "large::dispatch<Quantised<2>, true, true>": Sizes(387072, 128, 176, 76, 56),
     "large::dispatch<Quantised<4>, true, true>": Sizes(327680, 128, 176, 72, 48),
     "large::dispatch<AsIs, true, true>": Sizes(304128, 128, 176, 84, 52),
-    "large::combine<Float32, SumsOfRows>": Sizes(97280, 88, 96, 0, 0),
-    "large::combine<Float32, Copies>": Sizes(100352, 144, 96, 0, 0),
-    "large::combine<Float32, Offers>": Sizes(96256, 141, 128, 0, 0),
-    "large::combine<Float32, General>": Sizes(123904, 139, 144, 0, 0),
-    "large::combine<Float16, SumsOfRows>": Sizes(104448, 96, 128, 80, 80),
-    "large::combine<Float16, Copies>": Sizes(110592, 168, 96, 0, 0),
-    "large::combine<Float16, Offers>": Sizes(110592, 168, 128, 0, 0),
-    "large::combine<Float16, General>": Sizes(135168, 168, 144, 0, 0),
-    "large::combine<BFloat16, SumsOfRows>": Sizes(104448, 96, 128, 80, 80),
-    "large::combine<BFloat16, Copies>": Sizes(110592, 168, 96, 0, 0),
-    "large::combine<BFloat16, Offers>": Sizes(110592, 168, 128, 0, 0),
-    "large::combine<BFloat16, General>": Sizes(135168, 168, 144, 0, 0),
-    "large_rounds::combine<Float32, false>": Sizes(139264, 144, 208, 0, 0),
-    "large_rounds::combine<Float32, true>": Sizes(79872, 142, 112, 0, 0),
-    "large_rounds::combine<Float16, false>": Sizes(146432, 168, 208, 0, 0),
-    "large_rounds::combine<Float16, true>": Sizes(86016, 168, 112, 0, 0),
-    "large_rounds::combine<BFloat16, false>": Sizes(146432, 168, 208, 0, 0),
-    "large_rounds::combine<BFloat16, true>": Sizes(86016, 168, 112, 0, 0),
+    "large::combine<Float32, SumsOfRows>": Sizes(100352, 88, 96, 0, 0),
+    "large::combine<Float32, Copies>": Sizes(88064, 149, 96, 0, 0),
+    "large::combine<Float32, Offers>": Sizes(84992, 147, 128, 0, 0),
+    "large::combine<Float32, SumsWithExtras>": Sizes(222208, 124, 160, 0, 0),
+    "large::combine<Float16, SumsOfRows>": Sizes(107520, 96, 128, 80, 80),
+    "large::combine<Float16, Copies>": Sizes(98304, 168, 96, 0, 0),
+    "large::combine<Float16, Offers>": Sizes(100352, 168, 128, 0, 0),
+    "large::combine<Float16, SumsWithExtras>": Sizes(236544, 168, 160, 0, 0),
+    "large::combine<BFloat16, SumsOfRows>": Sizes(107520, 96, 128, 80, 80),
+    "large::combine<BFloat16, Copies>": Sizes(98304, 168, 96, 0, 0),
+    "large::combine<BFloat16, Offers>": Sizes(100352, 168, 128, 0, 0),
+    "large::combine<BFloat16, SumsWithExtras>": Sizes(236544, 168, 160, 0, 0),
 }
 
 

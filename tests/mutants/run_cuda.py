@@ -42,7 +42,7 @@ CLOSED = "src/cuda/common/step.cuh"
 REMOTE = "src/cuda/remote/proxy.cuh"
 COMBINE = "src/cuda/decode/combine_kernel.cuh"
 EXCHANGE = "src/cuda/host/exchange.cpp"
-MANY_COMBINE = "src/cuda/large/combiner.cuh"
+SENT_SUMS = "src/cuda/large/send_sums.cuh"
 DEALT_SUMS = "src/cuda/large/receive_sums.cuh"
 
 MUTANTS = [
@@ -189,10 +189,10 @@ MUTANTS = [
     ),
     Mutant(
         "a run of sums is told of before it is stored",
-        MANY_COMBINE,
-        "    if (threadIdx.x % 32 == 0) bulk_await_stored<0>();\n    if (to_tell_ != 0)",
-        "    if (to_tell_ != 0)",
-        "the same, for the last rows of a worker",
+        SENT_SUMS,
+        "    if (threadIdx.x % 32 == 0) bulk_await_stored<kBut>();\n",
+        "",
+        "the same, for sums",
     ),
     Mutant(
         "large rows leave no blanks",

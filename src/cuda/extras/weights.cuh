@@ -58,19 +58,17 @@ __device__ inline void pass_on_weights(const CombineArguments& a, std::uint32_t 
   __syncwarp();
 }
 
-// The weights of this row's choices that its source gave to combine. False: they will not come.
+// Loads the weight that a source gave to combine for the nth choice here of its row, if this lane wants it. False: none will come.
 __device__ inline bool sent_weight(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t row,
-                                   float& weight) {
+                                   std::uint32_t nth, bool wants, float& weight) {
   const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32;
   bool good = true;
-  if (lane == 0)
+  if (threadIdx.x % 32 == 0)
     good = wait<Match::Reached>(k, arrival(k, step, Signal::Weights, source), Phase::Weights, step, source) &&
            (is_remote(k, source) || are_weights_of_rows(a, step, source));
   if (!all_of_warp(good)) return false;
-  if (lane < k.c.top_k)
-    weight =
-        __ldcg(reinterpret_cast<const float*>(own_slot(k, set_of(k.c, step), Op::Weights, source) + k.weights.row_at(row)) + lane);
+  const char* const slot = own_slot(k, set_of(k.c, step), Op::Weights, source);
+  if (wants) weight = __ldcg(reinterpret_cast<const float*>(slot + k.weights.row_at(row)) + nth);
   return true;
 }
 

@@ -360,7 +360,7 @@ void Exchange::check_pieces() const {
   const auto refuse = [&](const std::string& why) { throw Misuse("device='cuda' does not take blocks in pieces " + why + instead); };
   if (most_rounds(c) > kMostRounds) refuse("of so few rows: a step would have " + std::to_string(most_rounds(c)) + " rounds, " + std::to_string(kMostRounds) + " at most");
   const std::uint32_t bytes = attribute_of(device_, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  if (!can_dispatch_large(c, bytes) || !can_combine_rounds(c, bytes))
+  if (!can_dispatch_large(c, bytes) || !can_combine_large(c, bytes))
     refuse("of this shape on this GPU: the kernels need rows of a multiple of 16 bytes, and 227 KiB of shared memory, with room for the counts of all experts");
 }
 

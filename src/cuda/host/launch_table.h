@@ -27,15 +27,10 @@ namespace large {
 Choice<DispatchArguments> choose(const Config& config, const DispatchCall& call);
 Choice<CombineArguments> choose(const Config& config, const CombineCall& call);
 }  // namespace large
-namespace large_rounds {
-Choice<DispatchArguments> choose(const Config& config, const DispatchCall& call);
-Choice<CombineArguments> choose(const Config& config, const CombineCall& call);
-}  // namespace large_rounds
 
 template <typename Call>
 auto choose(const Config& c, const Call& call) {
-  if (in_pieces(c)) return large_rounds::choose(c, call);
-  return call.large ? large::choose(c, call) : decode::choose(c, call);
+  return call.large || in_pieces(c) ? large::choose(c, call) : decode::choose(c, call);
 }
 
 // Loads every kernel that steps of this size may choose, so that no later call loads a module.
@@ -46,7 +41,6 @@ cudaError_t launch(const Choice<Arguments>& choice, const Arguments& arguments, 
 // True if the GPU has the shared memory, and the configuration the shape, for large steps.
 bool can_dispatch_large(const Config& config, std::uint32_t shared_bytes);
 bool can_combine_large(const Config& config, std::uint32_t shared_bytes);
-bool can_combine_rounds(const Config& config, std::uint32_t shared_bytes);
 
 cudaError_t load_hooks();
 cudaError_t launch_clear_hooks(std::uint32_t* words, std::uint32_t count, cudaStream_t stream);

@@ -9,6 +9,12 @@
 
 namespace pplx::cuda {
 
+// The end of a run of rows to send: its source is told.
+struct RunEnd {
+  std::uint16_t round = 0;
+  std::uint8_t source = 0, rows = 0;  // rows: 0 if no run ends
+};
+
 // A row, or a part of one, on its way to shared memory. Those of a sum come after each other.
 struct DealtRow {
   char* row = nullptr;  // this part: where it comes from, or where the sum goes to that it is an input of
@@ -18,12 +24,12 @@ struct DealtRow {
   std::uint8_t own = 0, peers = 0;  // rows of the sum: own ones, and what peers have sent
   std::uint8_t before = 0;  // those of peers that come before the sum of own ones
   std::uint8_t what = 0;
+  RunEnd run;  // the run that ends with this part
 };
 inline constexpr std::uint8_t kHasOwn = 1;  // also where none of them has a place
 inline constexpr std::uint8_t kMakeBlank = 2;  // a later step of few tokens has a row here that shows by itself
 inline constexpr std::uint8_t kRowsShow = 4;  // the row that is sent shows by itself that it has come
 inline constexpr std::uint8_t kNoMore = 8;
-inline constexpr std::uint8_t kEndsRun = 16;  // the last part of a run of `token` rows to send: their source is told
 
 inline constexpr std::uint32_t kMostDealtRows = 16;
 inline constexpr std::uint32_t kDealtPart = kAdders * kVectorsOfAdder * 512;
@@ -60,9 +66,9 @@ struct RingMemory {
 // The common part of dealers: a warp with a choice of a token, or of a row, in each lane, those of some after each other.
 class RowDealer {
  public:
-  __device__ RowDealer(const CombineArguments& a, std::uint32_t step, const CombineShared& s, DealtRows& ring, const RingMemory& memory)
+  __device__ RowDealer(const CombineArguments& a, std::uint32_t step, CombineShared& s, DealtRows& ring, const RingMemory& memory)
       : a_(a), k_(a.common), step_(step), s_(s), ring_(ring), memory_(memory.memory), part_(min(k_.row_bytes, kDealtPart)),
-        place_(memory.places(part_)) {}
+        place_(memory.places(part_)), last_(place_) {}
 
  protected:
   __device__ std::uint32_t lane() const { return threadIdx.x % 32; }
@@ -100,17 +106,18 @@ class RowDealer {
       }
     }
     __syncwarp();
+    last_ = place_;
     place_.next();
   }
 
   const CombineArguments& a_;
   const Common& k_;
   const std::uint32_t step_;
-  const CombineShared& s_;
+  CombineShared& s_;
   DealtRows& ring_;
   char* const memory_;
   const std::uint32_t part_;  // bytes of a place
-  Ring place_;
+  Ring place_, last_;  // the next one; the one that was filled last
 };
 
 // The common part of adders: number `number` of them, a warp.

@@ -1,166 +1,162 @@
-// combine() of many tokens inside a node: one launch, or one per half.
+// combine() of many tokens, and every combine() and release() in pieces: one launch, or one per half. In pieces the receive half
+// sends the rounds for which the send half would have to wait.
 #include <algorithm>
 
-#include "copy.cuh"
-#include "send_sums.cuh"
-#include "receive_sums.cuh"
 #include "../host/launch_table.h"
-#include "combine_kernel.cuh"
+#include "copy.cuh"
+#include "receive_sums.cuh"
+#include "send_sums.cuh"
 
 namespace pplx::cuda {
 namespace {
-
-struct General {
-  using Shared = LargeCombineShared;
-  static constexpr std::uint32_t kThreads = kLargeCombineThreads, kBytes = kLargeCombineBytes;
-  template <typename T>
-  __device__ static __forceinline__ void work(const CombineArguments& a, std::uint32_t step, Shared& s, char* memory, std::uint32_t warp) {
-    if (warp < kCombiners) {
-      LargeCombiner<T, false> combiner(a, step, s, memory + warp * kCombinerBytes, s.turns[warp]);
-      const std::uint32_t senders = a.recv ? senders_of(gridDim.x, kSumTilesOut * kSumTileBytes, kSendingCombiners) : kCombiners;
-      if (a.send && warp < senders) combiner.send(senders);
-      if (a.recv) combiner.receive();
-    } else {
-      if (a.send) begin_to_send(a, step, s);
-      if (a.recv) receive_all_headers(a, step);
-    }
-  }
-};
 
 // Warps of a plain one whose rows are only copied: those of copies, adders, and the dealer, which sends and receives headers.
 inline constexpr std::uint32_t kLoader = kAdders, kStorer = kLoader + 1, kCopyTeller = kStorer + 1, kDealer = kCopyTeller + 1;
 
 struct Copies {
   struct Shared : CombineShared {
-    CombinerTurns turns;
     CopyRings copies;
     DealtRows dealt;
-    std::uint32_t next;  // the next of this thread block's tokens
 
     __device__ void prepare(std::uint32_t warp) {
-      if (threadIdx.x == 32 * kLoader) turns.init();
       if (threadIdx.x == 32 * kStorer) copies.init();
-      if (threadIdx.x == 32 * kDealer) next = 0;
       if (warp == kDealer) dealt.init(kAdders);
     }
   };
-  static constexpr std::uint32_t kThreads = 32 * (kDealer + 1), kBytes = kCombinerBytes + kCopiesBytes + kDealtParts * kDealtPart;
+  static constexpr std::uint32_t kThreads = 32 * (kDealer + 1), kBytes = kCopiesBytes + kDealtParts * kDealtPart;
   template <typename T>
   __device__ static __forceinline__ void work(const CombineArguments& a, std::uint32_t step, Shared& s, char* memory, std::uint32_t warp) {
-    char* const copies = memory + kCombinerBytes;
-    const RingMemory dealt{copies + kCopiesBytes, kDealtParts};
+    const RingMemory dealt{memory + kCopiesBytes, kDealtParts};
     if (warp < kAdders) {
       if (a.recv) SumAdder<T, AddersOf<kAdders, kVectorsOfAdder>>(a, step, s.dealt, dealt, warp).add_up();
     } else if (warp == kLoader) {
-      if (a.send) CopyLoader<T>(a, step, s, memory, s.turns, s.copies, copies).load();
+      if (a.send) CopyLoader<T>(a, step, s, s.copies, memory).load();
     } else if (warp == kStorer) {
-      if (a.send) CopyStorer(a, s.copies, copies).store();
+      if (a.send) CopyStorer(a, s.copies, memory).store();
     } else if (warp == kCopyTeller) {
       if (a.send) tell_of_copies(a.common, step, s.copies);
     } else if (warp == kDealer) {
       if (a.send) begin_to_send(a, step, s);
-      if (a.recv) SumDealer<false>(a, step, s, s.dealt, dealt, s.next).deal();
+      if (a.recv) SumDealer<false, false>(a, step, s, s.dealt, dealt, nullptr).deal();
       if (a.recv) receive_all_headers(a, step);
     }
   }
 };
 
-// Warps of a plain one whose rows are sums: two teams of adders and a dealer, and the teller, which sends headers. One team sends before it
-// receives.
-using TeamAdders = AddersOf<kAddersOfTeam, kVectorsOfTeam>;
-inline constexpr std::uint32_t kSendDealer = 2 * kAddersOfTeam, kSumDealer = kSendDealer + 1, kTeller = kSumDealer + 1;
-// The team that sends meets there when it is done: rows that it receives come to memory that rows to send were in.
-inline constexpr std::uint32_t kInSendingTeam = 1, kSendingTeam = 32 * (kAddersOfTeam + 1);
+// Sends rows that their sources are not offered, by one warp.
+template <typename T>
+__device__ void send_rest(const CombineArguments& a, std::uint32_t step, const CombineShared& s) {
+  const Common& k = a.common;
+  const std::uint32_t sources = k.living - (a.sums_own ? 1 : 0);
+  const auto is_sent = [&](std::uint32_t of) { return s.rows_begin[of + 1] != s.rows_begin[of] && !is_offered(a, s, of); };
+  bool any = false;
+  for (std::uint32_t n = threadIdx.x % 32; n < sources; n += 32) any = any || is_sent(k.order[n]);
+  if (!__any_sync(~0u, any)) return;
+  const RowRuns runs(k, s.rows_begin, sources, told_together(s.rows_begin[k.c.world], gridDim.x));
+  send_shares(k, step, s.mine, runs, [](std::uint32_t n) { return n; }, [&](std::uint32_t n, std::uint32_t) {
+    if (const RowRun run = runs.at(n); is_sent(run.source)) send_run_alone<T>(a, step, run, s);
+  });
+}
 
-struct SumsOfRows {
+enum class Rows { Sums, Offered, Any };
+
+// Two teams of adders, each with a dealer, and a teller. One team sends before it receives. Where rows are offered, the teller
+// offers them, and sends the rest. Rows::Any handles every combine: one more warp, the herald, sends headers and weights, and
+// passes on words of remote peers.
+template <Rows kRows>
+struct Teams {
+  static constexpr bool kOffers = kRows == Rows::Offered, kExtras = kRows == Rows::Any;
+  using Wide = AddersOf<kWideAdders, kVectorsOfWide>;
+  using Adders = std::conditional_t<kRows == Rows::Sums, AddersOf<kAddersOfTeam, kVectorsOfTeam>, Wide>;
+  static constexpr std::uint32_t kOfTeam = Adders::kWarps, kSendDealer = 2 * kOfTeam, kSumDealer = kSendDealer + 1;
+  static constexpr std::uint32_t kTeller = kSumDealer + 1, kHerald = kTeller + kExtras;
+  // The team that sends meets there when it is done: rows that it receives come to memory that rows to send were in.
+  static constexpr std::uint32_t kInSendingTeam = 1, kSendingTeam = 32 * (kOfTeam + 1);
+  static constexpr std::uint32_t kParts = kOffers ? kPartsOfFetchingTeam : kPartsOfTeam, kOut = kOffers ? 0 : kOutBytes;
+  static constexpr std::uint32_t kThreads = 32 * (kHerald + 1), kBytes = 2 * kParts * kDealtPart + kOut;
+
   struct Shared : CombineShared {
     DealtRows to_send, dealt[2];  // rows that the sending team sends; then rows that each team receives
     PartsOut out;
-    std::uint32_t next;  // the next of this thread block's tokens
+    RoundRows rounds;  // the sending dealer's
+    char* rows_at[2][kMaxPeers];  // each team's, of peers that offer theirs
 
     __device__ void prepare(std::uint32_t warp) {
-      if (warp == kSendDealer) to_send.init(kAddersOfTeam);
-      if (warp == kSendDealer) dealt[0].init(kAddersOfTeam);
-      if (warp == kSumDealer) dealt[1].init(kAddersOfTeam);
-      if (threadIdx.x == 32 * kTeller) out.init(kAddersOfTeam);
-      if (threadIdx.x == 32 * kTeller) next = 0;
+      if (warp == kSendDealer) to_send.init(kOfTeam);
+      if (warp == kSendDealer) dealt[0].init(kOfTeam);
+      if (warp == kSumDealer) dealt[1].init(kOfTeam);
+      if (threadIdx.x == 32 * kTeller) out.init(kOfTeam);
     }
   };
-  static constexpr std::uint32_t kThreads = 32 * (kTeller + 1), kBytes = 2 * kPartsOfTeam * kDealtPart + kOutBytes;
+
+  __device__ static void work_as_herald(const CombineArguments& a, std::uint32_t step, Shared& s) {
+    const Common& k = a.common;
+    if (blockIdx.x == 0 && k.heap.in_pieces) forget_rounds(k, a.pieces, step, Op::Dispatch);
+    if (a.send) begin_to_send(a, step, s);
+    if (a.send && a.uses_weights) send_all_weights(a, step, 0, 1);
+    if (a.recv && k.remote != 0) pass_on_combines(a, step);
+    if (a.recv) receive_all_headers(a, step);
+  }
+
   template <typename T>
   __device__ static __forceinline__ void work(const CombineArguments& a, std::uint32_t step, Shared& s, char* memory, std::uint32_t warp) {
     const bool dealer = warp == kSendDealer || warp == kSumDealer;
-    const std::uint32_t team = warp == kSumDealer || (warp >= kAddersOfTeam && !dealer) ? 1 : 0;
+    const bool sends = !kOffers && (a.send || (kExtras && a.common.heap.in_pieces));
+    const std::uint32_t team = warp == kSumDealer || (warp >= kOfTeam && !dealer) ? 1 : 0;
     // Each team has half of the ring's memory. In a launch that receives nothing the team that sends has both halves.
-    char *const out = memory, *const in = out + kOutBytes;
-    const RingMemory to_send{in, a.recv ? kPartsOfTeam : 2 * kPartsOfTeam}, dealt{in + team * kPartsOfTeam * kDealtPart, kPartsOfTeam};
-    if (warp == kTeller) {
-      if (a.send) begin_to_send(a, step, s);
-      if (a.send) SendTeller(a, step, s.out, out).tell_all();
+    char *const out = memory, *const in = out + kOut;
+    const RingMemory to_send{in, a.recv ? kParts : 2 * kParts}, dealt{in + team * kParts * kDealtPart, kParts};
+    if (kExtras && warp == kHerald) {
+      work_as_herald(a, step, s);
+    } else if (warp == kTeller) {
+      if (!kExtras && a.send) begin_to_send(a, step, s);
+      if (kOffers && a.send) send_rest<T>(a, step, s);
+      if (sends) SendTeller<kExtras>(a, step, s, s.out, out).tell_all();
     } else if (dealer) {
-      if (a.send && team == 0) {
-        s.claimed.wait();
-        SendDealer(a, step, s, s.to_send, to_send).deal();
+      if (sends && team == 0) {
+        if (a.send) s.claimed.wait();
+        SendDealer<kExtras>(a, step, s, s.to_send, to_send).deal(s.rounds);
         barrier_sync<kInSendingTeam, kSendingTeam>();
       }
-      if (a.recv) SumDealer<false>(a, step, s, s.dealt[team], dealt, s.next).deal();
-      if (a.recv && team == 1) receive_all_headers(a, step);
+      if (a.recv) SumDealer<kOffers, kExtras>(a, step, s, s.dealt[team], dealt, s.rows_at[team]).deal();
+      if (!kExtras && a.recv && team == 1) receive_all_headers(a, step);
     } else {
-      if (a.send && team == 0) {
-        SendAdder<T, TeamAdders>(a, step, s.to_send, to_send, warp, s.out, out).add_up();
+      if (sends && team == 0) {
+        SendAdder<T, Adders, kExtras>(a, step, s.to_send, to_send, warp, s.out, out).add_up();
         barrier_sync<kInSendingTeam, kSendingTeam>();
       }
-      if (a.recv) SumAdder<T, TeamAdders>(a, step, s.dealt[team], dealt, warp - team * kAddersOfTeam).add_up();
+      if (a.recv) SumAdder<T, Adders>(a, step, s.dealt[team], dealt, warp - team * kOfTeam).add_up();
     }
   }
 };
-
-// Warps of one whose rows are offered: teams of adders and a dealer, which receive, and one more that offers, and sends what must be sent.
-using FetchingAdders = AddersOf<kAddersOfFetchingTeam, kVectorsOfFetchingTeam>;
-inline constexpr std::uint32_t kFetchingAdders = kFetchingTeams * kAddersOfFetchingTeam, kOfferer = kFetchingAdders + kFetchingTeams;
-
-struct Offers {
-  __device__ static bool is_dealer(std::uint32_t warp) { return warp >= kFetchingAdders && warp < kOfferer; }
-  __device__ static std::uint32_t team_of(std::uint32_t warp) { return is_dealer(warp) ? warp - kFetchingAdders : warp / kAddersOfFetchingTeam; }
-  struct Shared : CombineShared {
-    CombinerTurns turns;
-    DealtRows dealt[kFetchingTeams];
-    char* rows_at[kFetchingTeams][kMaxPeers];
-    std::uint32_t next;  // the next of this thread block's tokens
-
-    __device__ void prepare(std::uint32_t warp) {
-      if (is_dealer(warp)) dealt[team_of(warp)].init(kAddersOfFetchingTeam);
-      if (threadIdx.x == 32 * kOfferer) turns.init();
-      if (threadIdx.x == 32 * kOfferer) next = 0;
-    }
-  };
-  static constexpr std::uint32_t kThreads = 32 * (kOfferer + 1), kBytes = kCombinerBytes + kFetchingTeams * kPartsOfFetchingTeam * kDealtPart;
-  template <typename T>
-  __device__ static __forceinline__ void work(const CombineArguments& a, std::uint32_t step, Shared& s, char* memory, std::uint32_t warp) {
-    const std::uint32_t team = team_of(warp);
-    const RingMemory dealt{memory + kCombinerBytes + team * kPartsOfFetchingTeam * kDealtPart, kPartsOfFetchingTeam};
-    if (warp == kOfferer) {
-      if (a.send) {
-        begin_to_offer(a, step, s);
-        LargeCombiner<T, true>(a, step, s, memory, s.turns).send_rest();
-      }
-      if (a.recv) receive_all_headers(a, step);
-    } else if (is_dealer(warp)) {
-      if (a.recv) SumDealer<true>(a, step, s, s.dealt[team], dealt, s.next, s.rows_at[team]).deal();
-    } else {
-      if (a.recv) SumAdder<T, FetchingAdders>(a, step, s.dealt[team], dealt, warp % kAddersOfFetchingTeam).add_up();
-    }
-  }
-};
+struct SumsOfRows : Teams<Rows::Sums> {};
+struct Offers : Teams<Rows::Offered> {};
+struct SumsWithExtras : Teams<Rows::Any> {};
 
 }  // namespace
 
 namespace large {
 namespace {
 
+// How::Shared: its shared memory; prepare(warp): before the first `__syncthreads`. How::work: what each warp does.
 template <typename T, typename How>
 __global__ void __launch_bounds__(How::kThreads, 1) combine(const __grid_constant__ CombineArguments a) {
-  run_combine_large<T, How>(a);
+  PPLX_LAUNCHED_SHARED(words);
+  PPLX_SHARED(typename How::Shared, s);
+  const Common& k = a.common;
+  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
+  mark_stage(k, Stage::CombineBegins);
+  SpanTimer::begin();
+  const std::uint32_t warp = threadIdx.x / 32;
+  s.prepare(warp);
+  std::uint32_t step = 0;
+  if (!begin_combine(a, step, 0, s)) return;
+  if (a.recv) begin_to_close(k, step);
+  How::template work<T>(a, step, s, reinterpret_cast<char*>(words), warp);
+  if (a.recv) close_set(k, step);
+  mark_stage(k, Stage::CombineEnds);
+  SpanTimer::end(k);
+  stamp(k, Op::Combine, step, begun);
 }
 
 template <typename T, typename How>
@@ -173,7 +169,7 @@ Choice<CombineArguments> choice(const char* name) {
 Choice<CombineArguments> choose(const Config& c, const CombineCall& call) {
   return choose_type(c.dtype, [&](auto type) {
     using T = decltype(type);
-    if (!call.mapped_only) return choice<T, General>("large::combine, general");
+    if (in_pieces(c) || !call.mapped_only) return choice<T, SumsWithExtras>("large::combine, rows are sums, with extras");
     if (call.fetches) return choice<T, Offers>("large::combine, rows are fetched");
     if (c.layout == LayoutKind::Compact) return choice<T, Copies>("large::combine, rows are copied");
     return choice<T, SumsOfRows>("large::combine, rows are sums");
@@ -187,7 +183,7 @@ inline constexpr std::size_t kBytesOf = How::kBytes + kBytesOfObject<typename Ho
 
 bool can_combine_large(const Config& c, std::uint32_t shared_bytes) {
   return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) &&
-         std::max({kBytesOf<General>, kBytesOf<Copies>, kBytesOf<SumsOfRows>, kBytesOf<Offers>}) <= shared_bytes;
+         std::max({kBytesOf<SumsWithExtras>, kBytesOf<Copies>, kBytesOf<SumsOfRows>, kBytesOf<Offers>}) <= shared_bytes;
 }
 
 }  // namespace pplx::cuda

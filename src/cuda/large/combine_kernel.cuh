@@ -1,66 +1,65 @@
-// The common part of the kernels of a large combine.
+// The common part of the kernels of a large combine: headers, and rows that one warp sends alone.
 #pragma once
 
-#include "combiner.cuh"
+#include "../rounds/combine.cuh"
+#include "fetch.cuh"
 
 namespace pplx::cuda {
 namespace {
 
-inline constexpr std::uint32_t kLargeCombineThreads = 32 * (kCombiners + 1);
-
-struct LargeCombineShared : CombineShared {
-  CombinerTurns turns[kCombiners];
-
-  // Initialises the barriers, by all threads, before the first `__syncthreads`.
-  __device__ void prepare(std::uint32_t warp) {
-    if (warp < kCombiners && threadIdx.x % 32 == 0) turns[warp].init();
-  }
-};
-
-// Runs a large combine. How::Shared: its shared memory; prepare(warp): before the first `__syncthreads`. How::work: what each warp does.
-template <typename T, typename How>
-__device__ __forceinline__ void run_combine_large(const CombineArguments& a) {
-  PPLX_LAUNCHED_SHARED(words);
-  PPLX_SHARED(typename How::Shared, s);
-  const Common& k = a.common;
-  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
-  mark_stage(k, Stage::CombineBegins);
-  SpanTimer::begin();
-  const std::uint32_t warp = threadIdx.x / 32;
-  s.prepare(warp);
-  std::uint32_t step = 0;
-  if (!begin_combine(a, step, 0, s)) return;
-  if (a.recv) begin_to_close(k, step);
-  How::template work<T>(a, step, s, reinterpret_cast<char*>(words), warp);
-  if (a.recv) close_set(k, step);
-  mark_stage(k, Stage::CombineEnds);
-  SpanTimer::end(k);
-  stamp(k, Op::Combine, step, begun);
-}
-
-// Takes this block's share, and sends headers that are not sent yet, by one warp. Their words lie behind those of weights. kRemote: but for
-// remote peers.
-template <bool kRemote = false>
+// Takes this block's share, and sends headers and offers that are not sent yet, by one warp. Their shares follow those of weights.
+// Remote peers get a header with each round instead.
 __device__ inline void begin_to_send(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
   const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32;
+  const std::uint32_t lane = threadIdx.x % 32, set = set_of(k.c, step);
   if (lane == 0) s.mine = take_share(k, Op::Combine, blockIdx.x, step);
   s.claimed.set();
-  for (std::uint32_t begin = kRemote ? remote_peers(k) : 0; begin < k.living; begin += 32) {
-    const bool mine = begin + lane < k.living && take_share(k, Op::Weights, kMaxPeers + begin + lane, step);
-    for (std::uint32_t bits = __ballot_sync(~0u, mine); bits != 0; bits &= bits - 1)
-      send_combine_header<true>(a, step, k.order[begin + __ffs(static_cast<int>(bits)) - 1], s, 0);
+  for (std::uint32_t n = remote_peers(k) + lane; n < k.living; n += 32) {
+    if (!take_share(k, Op::Weights, kMaxPeers + n, step)) continue;
+    const std::uint32_t peer = k.order[n], rows = a.release ? 0 : s.rows_begin[peer + 1] - s.rows_begin[peer];
+    std::uint32_t flags = flags_of(a) | (*a.received.overflowed != 0 ? kOverflowed : 0u);
+    if (is_offered(a, s, peer)) {
+      flags |= kOffered;
+      const std::uint64_t at = a.made_at + std::uint64_t{s.rows_begin[peer]} * k.row_bytes;
+      fence_system();  // experts' kernels have written
+      fuzz_delay(k, at);
+      store_tagged(k, k.peers[peer] + k.heap.offer_at(k.c, set, k.c.rank), step, static_cast<std::uint32_t>(at),
+                   static_cast<std::uint32_t>(at >> 32), 0);
+    }
+    fuzz_delay(k, rows);
+    store_tagged(k, block_for(k, set, Op::Combine, peer), step, rows, flags, k.c.rank);
   }
-}
-
-template <bool kRemote = false>
-__device__ inline void receive_all_headers(const CombineArguments& a, std::uint32_t step) {
-  const Common& k = a.common;
-  for (std::uint32_t i = (kRemote ? remote_peers(k) : 0) + threadIdx.x % 32 * gridDim.x + blockIdx.x; i < k.living; i += 32 * gridDim.x) receive_header(a, step, k.order[i]);
   __syncwarp();
 }
 
-constexpr std::uint32_t kLargeCombineBytes = kCombiners * kCombinerBytes;
+__device__ inline void receive_all_headers(const CombineArguments& a, std::uint32_t step) {
+  const Common& k = a.common;
+  for (std::uint32_t i = remote_peers(k) + threadIdx.x % 32 * gridDim.x + blockIdx.x; i < k.living; i += 32 * gridDim.x)
+    receive_header(a, step, k.order[i]);
+  __syncwarp();
+}
+
+// Sends a run's rows one after the other, by one warp: rows that show by themselves, or a run of which some row has no place.
+template <typename T>
+__device__ __noinline__ void send_run_alone(const CombineArguments& a, std::uint32_t step, const RowRun& run,
+                                            const CombineShared& s) {
+  const Common& k = a.common;
+  for (std::uint32_t i = 0; i < run.rows; ++i) {
+    char* const row = block_for(k, set_of(k.c, step), Op::Combine, run.source) + k.combine.row_at(run.first + i);
+    Places places;
+    places.load<true>(a, s.rows_begin[run.source] + run.first + i);
+    const std::uint32_t n = places.check(a);
+    for (std::uint32_t at = 0; at < k.row_bytes; at += strip_bytes(kSentVectors)) {
+      const std::uint32_t begin = at + threadIdx.x % 32 * 16;
+      Sums<T, kSentVectors> sums;
+      sum_row(a, places, n, begin, k.row_bytes, sums);
+      sums.send(row, begin, k.row_bytes);
+      fuzz_delay(k, std::uint64_t{step} << 32 | at);
+    }
+    __syncwarp();
+    if (has_many(s, run.source) && threadIdx.x % 32 == 0) publish(k, row + k.combine.arrival_at, arrival_word(k.generation, step));
+  }
+}
 
 }  // namespace
 }  // namespace pplx::cuda

@@ -3,9 +3,7 @@
 // stand between two stores. None of these warps waits for a peer.
 #pragma once
 
-#include "combiner.cuh"
-#include "ring.cuh"
-#include "../plan/runs.cuh"
+#include "combine_kernel.cuh"
 
 namespace pplx::cuda {
 
@@ -43,9 +41,9 @@ struct CopyRings {
 template <typename T>
 class CopyLoader {
  public:
-  // memory: kCombinerBytes, for rows that show by themselves that they have come; ring: kCopiesBytes.
-  __device__ CopyLoader(const CombineArguments& a, std::uint32_t step, CombineShared& s, char* memory, CombinerTurns& turns, CopyRings& rings, char* ring)
-      : a_(a), k_(a.common), step_(step), s_(s), rings_(rings), ring_(ring), others_(a, step, s, memory, turns) {}
+  // ring: kCopiesBytes.
+  __device__ CopyLoader(const CombineArguments& a, std::uint32_t step, CombineShared& s, CopyRings& rings, char* ring)
+      : a_(a), k_(a.common), step_(step), s_(s), rings_(rings), ring_(ring) {}
 
   // Loads the block's own share of the runs, if it still has it, and those that no block has begun.
   __device__ void load() {
@@ -54,7 +52,6 @@ class CopyLoader {
     s_.claimed.wait();
     send_shares(k_, step_, s_.mine, runs, [&](std::uint32_t n) { return look_up(runs, n); },
                 [&](std::uint32_t n, std::uint32_t place) { load_run(runs.at(n), place); });
-    others_.tell();
     if (threadIdx.x % 32 != 0) return;
     await_place();
     rings_.parts[place_.at] = {};
@@ -72,7 +69,7 @@ class CopyLoader {
   __device__ void load_run(const RowRun& run, std::uint32_t place) {
     const bool by_word = has_many(s_, run.source);
     if (!by_word || __any_sync(~0u, threadIdx.x % 32 < run.rows && place >= a_.expert_rows)) {
-      others_.send_run(run);
+      send_run_alone<T>(a_, step_, run, s_);
       return;
     }
     const char* const from = a_.expert_out + place * a_.expert_stride;
@@ -114,7 +111,6 @@ class CopyLoader {
   CombineShared& s_;
   CopyRings& rings_;
   char* const ring_;
-  LargeCombiner<T, true, false> others_;
   Ring place_{kCopyPlaces};
 };
 

@@ -17,29 +17,6 @@ __device__ inline bool is_offered(const CombineArguments& a, const CombineShared
   return a.made_at != 0 && has_many(s, source) && end <= a.expert_rows;
 }
 
-// Takes this thread block's share, and sends headers and offers that are not sent yet. By one warp.
-__device__ inline void begin_to_offer(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
-  const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32, set = set_of(k.c, step);
-  if (lane == 0) s.mine = take_share(k, Op::Combine, blockIdx.x, step);
-  s.claimed.set();
-  for (std::uint32_t n = lane; n < k.living; n += 32) {
-    if (!take_share(k, Op::Weights, kMaxPeers + n, step)) continue;
-    const std::uint32_t peer = k.order[n];
-    std::uint32_t flags = flags_of(a) | (*a.received.overflowed != 0 ? kOverflowed : 0u);
-    if (is_offered(a, s, peer)) {
-      flags |= kOffered;
-      const std::uint64_t at = a.made_at + std::uint64_t{s.rows_begin[peer]} * k.row_bytes;
-      fence_system();  // experts' kernels have written
-      fuzz_delay(k, at);
-      store_tagged(k, k.peers[peer] + k.heap.offer_at(k.c, set, k.c.rank), step, static_cast<std::uint32_t>(at),
-                   static_cast<std::uint32_t>(at >> 32), 0);
-    }
-    store_tagged(k, block_for(k, set, Op::Combine, peer), step, s.rows_begin[peer + 1] - s.rows_begin[peer], flags, k.c.rank);
-  }
-  __syncwarp();
-}
-
 // Finds out where each peer's rows are fetched from, null where they are stored. By a dealer. False: something failed.
 __device__ inline bool hear_of_rows(const CombineArguments& a, std::uint32_t step, char** rows_at) {
   const Common& k = a.common;

@@ -1,21 +1,22 @@
-// The receive half of a plain combine of many tokens. The dealer looks tokens up, some at a time, waits for their rows, and asks for row after
-// row of what is to be added up: of a token's part first this rank's own ones, whose sum a peer would have rounded, then what peers have
-// sent, ranks ascending.
+// The receive half of a large combine. The dealer looks up several tokens at once, waits for their rows, and asks for row by row.
+// The inputs of a token's part: first this rank's own rows, whose sum is rounded as a peer's is, then peers' rows, ranks ascending.
 #pragma once
 
+#include "../rounds/combine.cuh"
 #include "adders.cuh"
 #include "fetch.cuh"
 
 namespace pplx::cuda {
 
-// The dealer of each team: one warp. kFetches: some peers' rows.
-template <bool kFetches>
+// Each team's dealer: one warp. kFetches: fetches some peers' rows. kExtras: handles every combine; own rows come as peers' do.
+template <bool kFetches, bool kExtras>
 class SumDealer : RowDealer {
  public:
-  // next: of this thread block's tokens, the first that no team has begun. rows_at: of the team, kMaxPeers places.
-  __device__ SumDealer(const CombineArguments& a, std::uint32_t step, const CombineShared& s, DealtRows& ring, const RingMemory& memory, std::uint32_t& next,
-                       char** rows_at = nullptr)
-      : RowDealer(a, step, s, ring, memory), next_(next), rows_at_(rows_at) {}
+  // rows_at: of the team, kMaxPeers places.
+  __device__ SumDealer(const CombineArguments& a, std::uint32_t step, CombineShared& s, DealtRows& ring, const RingMemory& memory,
+                       char** rows_at)
+      : RowDealer(a, step, s, ring, memory), rows_at_(rows_at),
+        end_(in_rounds() ? a.own : (a.own + gridDim.x - 1 - blockIdx.x) / gridDim.x), unread_last_(place_) {}
 
   // Until no token is left, or one fails.
   __device__ void deal() {
@@ -24,19 +25,19 @@ class SumDealer : RowDealer {
       tell(0, kNoMore);
       return;
     }
-    const std::uint32_t of_block = (a_.own + gridDim.x - 1 - blockIdx.x) / gridDim.x;
     std::uint32_t first = take(), second = take();
-    Looked next = look_up(load_entry(first));
+    Looked next = look_up(first, load_entry(first));
     std::uint32_t later = load_entry(second);
-    while (first < of_block) {
+    while (first < end_of(first)) {
       const Looked now = next;
       const std::uint32_t begin = first;
       first = second;
       second = take();
-      next = look_up(later);
+      next = look_up(first, later);
       later = load_entry(second);
-      if (!deal_tokens(now, begin, min(together(), of_block - begin))) break;
+      if (!deal_tokens(now, begin, min(together(), end_of(begin) - begin))) break;
     }
+    if (in_rounds()) finish();
     tell(0, kNoMore);
   }
 
@@ -49,23 +50,45 @@ class SumDealer : RowDealer {
     float weight = 1.0f;
   };
 
-  // The next tokens that are looked up together.
-  __device__ std::uint32_t take() { return take_next(&next_, together()); }
-  __device__ std::uint32_t token(std::uint32_t nth) const { return nth * gridDim.x + blockIdx.x; }
+  __device__ bool in_rounds() const { return kExtras && k_.heap.in_pieces; }
+
+  // Takes the next tokens that are looked up together, and returns the first. In rounds all thread blocks claim them in order, and
+  // all are of one round.
+  __device__ std::uint32_t take() {
+    if (!in_rounds()) return take_next(&s_.received, together());
+    const std::uint32_t unit = claim(k_, a_.pieces, step_, Claim::CombineRecv), of_round = units_of(a_.pieces.tokens);
+    return unit / of_round * a_.pieces.tokens + unit % of_round * together();
+  }
+  __device__ std::uint32_t units_of(std::uint32_t tokens) const { return (tokens + together() - 1) / together(); }
+  // Returns where the tokens end that may be looked up with this one.
+  __device__ std::uint32_t end_of(std::uint32_t first) const {
+    return in_rounds() ? min(end_, (first / a_.pieces.tokens + 1) * a_.pieces.tokens) : end_;
+  }
+  __device__ std::uint32_t token(std::uint32_t nth) const { return in_rounds() ? nth : nth * gridDim.x + blockIdx.x; }
 
   __device__ std::uint32_t load_entry(std::uint32_t first) const {
-    const std::uint32_t of = token(first + (lane() >> k_.group_shift));
-    return choice() < k_.c.top_k && of < a_.own ? a_.plan.token_rows[std::uint64_t{of} * k_.c.top_k + choice()] : kNone;
+    const std::uint32_t nth = first + (lane() >> k_.group_shift);
+    if (choice() >= k_.c.top_k || nth >= end_of(first) || (kExtras && a_.release)) return kNone;
+    return a_.plan.token_rows[std::uint64_t{token(nth)} * k_.c.top_k + choice()];
   }
 
-  __device__ bool is_own(std::uint32_t entry) const { return a_.sums_own && entry != kNone && entry >> 20 == k_.c.rank; }
+  __device__ bool is_own(std::uint32_t entry) const {
+    return !kExtras && a_.sums_own && entry != kNone && entry >> 20 == k_.c.rank;
+  }
 
-  __device__ Looked look_up(std::uint32_t entry) const {
+  __device__ Looked look_up(std::uint32_t first, std::uint32_t entry) const {
+    Looked looked;
+    looked.entry = entry;
+    if constexpr (kExtras) {
+      if (!in_rounds() || entry == kNone) return looked;
+      const std::uint32_t round = first / a_.pieces.tokens, rank = entry >> 20;
+      looked.entry -= a_.pieces.begin_rows[round * k_.c.world + rank];
+      if (!is_remote(k_, rank)) looked.entry += round % kPlaces * a_.pieces.tokens;
+      return looked;
+    }
     const bool compact = k_.c.layout == LayoutKind::Compact;
     const std::uint32_t own = __ballot_sync(~0u, is_own(entry)) & lanes_of(lane() >> k_.group_shift);
     const std::uint32_t number = __shfl_sync(~0u, entry, own == 0 ? 0 : __ffs(static_cast<int>(own)) - 1) & 0xfffffu;
-    Looked looked;
-    looked.entry = entry;
     if (own == 0 || choice() >= (compact ? 1 : k_.c.top_k)) return looked;
     const std::uint32_t at = s_.rows_begin[k_.c.rank] + number;
     looked.places = compact ? 1 : a_.received.choices[at];
@@ -83,7 +106,9 @@ class SumDealer : RowDealer {
     const std::uint32_t number = entry & 0xfffffu;
     char* row = comes ? own_slot(k_, set_of(k_.c, step_), Op::Combine, rank) + k_.combine.row_at(number) : nullptr;
     if (kFetches && rows != nullptr) row = rows + std::uint64_t{number} * k_.row_bytes;
-    {
+    if (in_rounds()) {
+      if (!await_round_rows(row, rank, first / a_.pieces.tokens)) return false;
+    } else {
       const SpanTimer waits(k_, Span::AwaitingSums);
       if (!all_of_warp(!comes || rows != nullptr || wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank))) return false;
     }
@@ -93,11 +118,46 @@ class SumDealer : RowDealer {
     looked.place = checked(looked.place);
     const std::uint32_t placed = __ballot_sync(~0u, looked.place != kNone);
     const char* const own_row = expert_row(looked.place);
-    for (std::uint32_t i = 0; i < tokens; ++i) {
+    for (std::uint32_t i = 0; i < tokens && !(kExtras && a_.release); ++i) {
       const std::uint32_t lanes = lanes_of(i);
+      if (kExtras && a_.has_tail) {
+        const int from = static_cast<int>(((i << k_.group_shift) + lane()) & 31);
+        take_tail<false>(a_, step_, token(first + i), __popc(peers & lanes), of_lane(row, from), __shfl_sync(~0u, rank, from));
+      }
       deal_token(token(first + i), placed & lanes, own & lanes, peers & lanes, own_row, looked.weight, row, rows == nullptr && number < k_.word_rows);
     }
+    if (!in_rounds()) return true;
+    finish();
+    unread_ = first;
+    unread_last_ = last_;
     return true;
+  }
+
+  // Waits until each lane's row of a round is here, if it has one. Counts all that was dealt before it blocks: peers wait for that.
+  __device__ bool await_round_rows(char*& row, std::uint32_t rank, std::uint32_t round) {
+    const SpanTimer waits(k_, Span::AwaitingSums);
+    const bool remote = row != nullptr && is_remote(k_, rank);
+    if (remote) row += k_.heap.piece_at(Op::Combine, round);
+    const void* word = row + k_.combine.arrival_at;
+    if (remote) word = remote_word(k_, a_.pieces, RemoteWord::Landed, step_, Op::Combine, rank);
+    bool good = row == nullptr || says_round(k_, word, step_, round, !remote);
+    if (!__all_sync(~0u, good)) {
+      finish();
+      good = good || await_round(k_, word, Phase::CombineRecv, step_, rank, round, remote ? Says::Landed : Says::Row);
+    }
+    fuzz_delay(k_, std::uint64_t{round} << 32 | step_);
+    return all_of_warp(good);
+  }
+
+  // Counts the tokens that were dealt last, once the adders have read their rows.
+  __device__ void finish() {
+    if (unread_ == kNone) return;
+    const std::uint32_t round = unread_ / a_.pieces.tokens, begin = round * a_.pieces.tokens;
+    if (!a_.release && !place_.is_past(unread_last_)) await_turn(ring_.used + unread_last_.at, unread_last_.turn);
+    __syncwarp();  // a lane that looks later would miss the turn
+    finish_unit(k_, a_.pieces, step_, Op::Combine, round, units_of(end_of(begin) - begin), unread_ == begin,
+                rounds_of_own(a_.pieces, end_));
+    unread_ = kNone;
   }
 
   // placed, own, peers: lanes with a place of an own row, the one with that row, and those with peers' rows.
@@ -124,8 +184,10 @@ class SumDealer : RowDealer {
     }
   }
 
-  std::uint32_t& next_;
   char** const rows_at_;
+  const std::uint32_t end_;  // this thread block's number of tokens; in rounds, all of them
+  std::uint32_t unread_ = kNone;  // in rounds: the first of the tokens that were dealt last
+  Ring unread_last_;  // and the place of their last part
 };
 
 // An adder: one of several warps.

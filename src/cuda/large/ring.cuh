@@ -45,10 +45,13 @@ class Ring {
     __syncwarp();
   }
 
+  // True if this warp has filled an earlier place of its again.
+  __device__ bool is_past(const Ring& place) const { return turn > place.turn + (at > place.at ? 0 : 1); }
+
   std::uint32_t at = 0, turn = 0;
 
  private:
-  const std::uint32_t places_;
+  std::uint32_t places_;
 };
 
 }  // namespace pplx::cuda

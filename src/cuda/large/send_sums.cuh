@@ -1,11 +1,10 @@
-// The send half of a plain large combine whose rows are sums. The dealer asks for row after row of what is to be added up; the adders leave a
-// part of the sum in shared memory; the teller begins its copy to the row's source, and raises the words of a run's rows once they have
-// arrived. None of these warps waits for a peer.
+// The send half of a large combine whose rows are sums. The dealer asks for the inputs of each row. The adders leave parts of its
+// sum in shared memory. The teller copies each part to the row's source, and raises a run's words once its rows have arrived. An
+// idle teller tells of all that was dealt, so the dealer may wait: in rounds for room, and for a source's weights.
 #pragma once
 
-#include "../decode/combine_send.cuh"
+#include "../rounds/combine.cuh"
 #include "adders.cuh"
-#include "../plan/runs.cuh"
 
 namespace pplx::cuda {
 
@@ -15,7 +14,7 @@ inline constexpr std::uint32_t kOutBytes = kPartsOut * kDealtPart;
 struct PartOut {
   char* to = nullptr;  // null: there are no more
   std::uint32_t at = 0;  // where in the row
-  std::uint32_t ends = 0;  // not 0: the last part of a run of `ends` rows, whose source is told
+  RunEnd run;  // the run that ends with this part
 };
 
 struct PartsOut {
@@ -29,18 +28,23 @@ struct PartsOut {
   }
 };
 
-// The dealer: one warp.
+// The dealer: one warp. kExtras: handles every combine.
+template <bool kExtras>
 class SendDealer : RowDealer {
  public:
   using RowDealer::RowDealer;
 
-  // Deals the block's own share of the runs, if it still has it, and those that no block has begun.
-  __device__ void deal() {
+  // Deals the block's own share of the runs, if it still has it, and those that no block has begun; in rounds what it claims.
+  __device__ void deal(RoundRows& rounds) {
     const SpanTimer all(k_, Span::SendingSums);
     const std::uint32_t most = min(told_together(s_.rows_begin[k_.c.world], gridDim.x), together());
-    const RowRuns runs(k_, s_.rows_begin, k_.living - (a_.sums_own ? 1 : 0), most);
-    send_shares(k_, step_, s_.mine, runs, [&](std::uint32_t n) { return look_up(runs, n); },
-                [&](std::uint32_t, const Looked& looked) { deal_run(looked); });
+    if (kExtras && k_.heap.in_pieces) {
+      deal_rounds(most, rounds);
+    } else {
+      const RowRuns runs(k_, s_.rows_begin, k_.living - (a_.sums_own ? 1 : 0), most);
+      send_shares(k_, step_, s_.mine, runs, [&](std::uint32_t n) { return look_up(n < runs.all() ? runs.at(n) : RowRun{0, 0, 0}); },
+                  [&](std::uint32_t, const Looked& looked) { deal_run(looked, looked.run.first, 0); });
+    }
     tell(0, kNoMore);
   }
 
@@ -53,46 +57,81 @@ class SendDealer : RowDealer {
     float weight = 1.0f;
   };
 
-  __device__ Looked look_up(const RowRuns& runs, std::uint32_t n) const {
+  __device__ bool compact() const { return kExtras && k_.c.layout == LayoutKind::Compact; }
+
+  // Deals the rounds of this launch, in the order in which all thread blocks claim their runs.
+  __device__ void deal_rounds(std::uint32_t most, RoundRows& rows) {
+    const PieceArguments& p = a_.pieces;
+    Rounds rounds(k_, p, step_, s_.rows_begin, Phase::CombineSend, most, 1, rows);
+    bool good = rounds.open(p.begin, p.end);
+    // A receive half does not wait with what its send half has claimed.
+    const Claim what = p.begins ? Claim::CombineSend : Claim::CombineRest;
+    for (RoundRun run; good && rounds.find(claim(k_, p, step_, what), run);) {
+      if (run.is_header ? run.round >= *kept_rounds(p, run.source) : run.rows == 0 || a_.release) continue;
+      const Looked looked = look_up({run.source, run.first, run.rows});
+      good = make_room(k_, p, step_, run) && (run.is_header || deal_run(looked, run.slot_row, run.round));
+      if (good && run.is_header) send_header_of_round(a_, step_, run, s_);
+    }
+  }
+
+  __device__ Looked look_up(const RowRun& run) const {
     Looked looked;
-    looked.run = n < runs.all() ? runs.at(n) : RowRun{0, 0, 0};
+    looked.run = run;
     const std::uint32_t nth = lane() >> k_.group_shift;
-    if (nth >= looked.run.rows || choice() >= k_.c.top_k) return looked;
-    const std::uint32_t row = s_.rows_begin[looked.run.source] + looked.run.first + nth;
+    if (nth >= run.rows || choice() >= (compact() ? 1 : k_.c.top_k)) return looked;
+    const std::uint32_t row = s_.rows_begin[run.source] + run.first + nth;
     looked.choices = a_.received.choices[row];
-    looked.place = a_.received.out_row[std::uint64_t{row} * k_.c.top_k + choice()];
-    if (a_.weighted) looked.weight = a_.received.weight[std::uint64_t{row} * k_.c.top_k + choice()];
+    looked.place = a_.received.out_row[compact() ? row : std::uint64_t{row} * k_.c.top_k + choice()];
+    if (!compact() && a_.weighted) looked.weight = a_.received.weight[std::uint64_t{row} * k_.c.top_k + choice()];
     return looked;
   }
 
-  __device__ void deal_run(const Looked& looked) {
+  // slot_row: the run's first, in the slot. False: the source's weights will not come.
+  __device__ bool deal_run(const Looked& looked, std::uint32_t slot_row, std::uint32_t round) {
     const RowRun& run = looked.run;
     const std::uint32_t place = checked(choice() < __popc(looked.choices) ? looked.place : kNone);
     const std::uint32_t placed = __ballot_sync(~0u, place != kNone);
     const char* const from = expert_row(place);
-    char* const rows = block_for(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(run.first);
-    const bool by_word = has_many(s_, run.source);
+    char* rows = block_for(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(slot_row);
+    if (kExtras && is_remote(k_, run.source)) rows += k_.heap.piece_at(Op::Combine, round);
+    const bool by_word = (kExtras && k_.heap.in_pieces) || has_many(s_, run.source);
     mark_stage(k_, Stage::Found);
+    const RunEnd end{static_cast<std::uint16_t>(round), static_cast<std::uint8_t>(run.source), static_cast<std::uint8_t>(run.rows)};
     DealtRow dealt;
-    dealt.token = run.rows;
     dealt.weight = looked.weight;
+    const std::uint32_t nth = lane() >> k_.group_shift;
+    const bool here = nth < run.rows && choice() < k_.c.top_k;
+    if (kExtras && a_.uses_weights)
+      if (!sent_weight(a_, step_, run.source, run.first + nth, choice(), here, dealt.weight)) return false;
     for (std::uint32_t i = 0; i < run.rows; ++i) {
       const std::uint32_t inputs = placed & lanes_of(i);
+      if (kExtras && a_.has_tail) send_tail(i, looked.choices, place, rows + std::uint64_t{i} * k_.combine.row_bytes, by_word);
       dealt.own = static_cast<std::uint8_t>(__popc(inputs));
       for (dealt.at = 0; dealt.at < k_.row_bytes; dealt.at += part_) {
         const std::uint32_t bytes = min(part_, k_.row_bytes - dealt.at);
         const bool ends = i + 1 == run.rows && dealt.at + part_ >= k_.row_bytes;
         dealt.row = rows + std::uint64_t{i} * k_.combine.row_bytes + dealt.at;
-        dealt.what = by_word ? (ends ? kEndsRun : 0) : kRowsShow;
+        dealt.what = by_word ? 0 : kRowsShow;
+        if (ends) dealt.run = end;
         if (inputs == 0) add(0, dealt, nullptr, 0);
         for (std::uint32_t bits = inputs; bits != 0; bits &= bits - 1) add(__ffs(static_cast<int>(bits)) - 1, dealt, from + dealt.at, bytes);
       }
     }
+    return true;
+  }
+
+  // Sends the tail of the nth row that was looked up. A row that shows by itself has a word for it: a tail is any bits.
+  __device__ void send_tail(std::uint32_t nth, std::uint32_t choices, std::uint32_t place, char* row, bool by_word) const {
+    const int first = static_cast<int>(nth << k_.group_shift);
+    const std::uint32_t its_place = __shfl_sync(~0u, place, (first + static_cast<int>(lane())) & 31);
+    write_tail(a_, __shfl_sync(~0u, choices, first), its_place, row + k_.combine.tail_at);
+    __syncwarp();
+    if (!by_word && lane() == 0) publish(k_, row + k_.combine.arrival_at, arrival_word(k_.generation, step_));
   }
 };
 
 // An adder: one of several warps.
-template <typename T, typename Adders>
+template <typename T, typename Adders, bool kExtras>
 class SendAdder : RowAdder<Adders> {
   using Base = RowAdder<Adders>;
   using Base::k_, Base::step_, Base::number_, Base::part_, Base::kVectors;
@@ -120,6 +159,7 @@ class SendAdder : RowAdder<Adders> {
     const std::uint32_t bytes = min(part_, k_.row_bytes - first.at);
     if (first.own == 0) leave();
     Sums<T, kVectors> sums;
+    if (kExtras && first.own != 0 && k_.c.layout == LayoutKind::Compact) sums.start(-0.0f);  // only copied: keeps its sign of zero
     Base::add_rows(first.own, bytes, sums);
     fuzz_delay(k_, std::uint64_t{step_} << 32 | first.at);
     const bool shows = (first.what & kRowsShow) != 0;
@@ -134,7 +174,7 @@ class SendAdder : RowAdder<Adders> {
       else
         store16(to + at(j), v);
     }
-    if (!shows) fill({first.row, first.at, (first.what & kEndsRun) != 0 ? first.token : 0});
+    if (!shows) fill({first.row, first.at, first.run});
     mark_stage(k_, Stage::Sent);
   }
 
@@ -160,10 +200,11 @@ class SendAdder : RowAdder<Adders> {
 };
 
 // The teller: one warp.
+template <bool kExtras>
 class SendTeller {
  public:
-  __device__ SendTeller(const CombineArguments& a, std::uint32_t step, PartsOut& parts, const char* out)
-      : k_(a.common), step_(step), parts_(parts), out_(out), part_(min(k_.row_bytes, kDealtPart)) {}
+  __device__ SendTeller(const CombineArguments& a, std::uint32_t step, const CombineShared& s, PartsOut& parts, const char* out)
+      : k_(a.common), p_(a.pieces), step_(step), s_(s), parts_(parts), out_(out), part_(min(k_.row_bytes, kDealtPart)) {}
 
   __device__ void tell_all() {
     const SpanTimer all(k_, Span::SendingSums);
@@ -204,23 +245,29 @@ class SendTeller {
       const PartOut part = parts_.parts[arrived_ % kPartsOut];
       __syncwarp();
       if (threadIdx.x % 32 == 0) mbarrier_arrive(parts_.sent + arrived_ % kPartsOut);
-      if (part.ends != 0) tell(part);
+      if (part.run.rows != 0) tell(part);
     }
   }
 
   __device__ void tell(const PartOut& part) {
     const SpanTimer tells(k_, Span::TellingOfSums);
-    const std::uint32_t lane = threadIdx.x % 32;
-    if (lane < part.ends) {
+    const std::uint32_t lane = threadIdx.x % 32, source = part.run.source;
+    if (kExtras && is_remote(k_, source)) {
+      fence_system();
+      count_sums_of_round(k_, p_, step_, source, part.run.round, s_.rows_begin[source + 1] - s_.rows_begin[source], part.run.rows);
+    } else if (lane < part.run.rows) {
       fence_system();
       fuzz_delay(k_, step_);
-      store_relaxed(part.to - part.at - std::uint64_t{lane} * k_.combine.row_bytes + k_.combine.arrival_at, arrival_word(k_.generation, step_));
+      store_relaxed(part.to - part.at - std::uint64_t{lane} * k_.combine.row_bytes + k_.combine.arrival_at,
+                    kExtras && k_.heap.in_pieces ? word_of_round(k_, step_, part.run.round) : arrival_word(k_.generation, step_));
     }
     __syncwarp();
   }
 
   const Common& k_;
+  const PieceArguments& p_;
   const std::uint32_t step_;
+  const CombineShared& s_;
   PartsOut& parts_;
   const char* const out_;
   const std::uint32_t part_;

@@ -127,23 +127,20 @@ constexpr std::uint32_t told_together(std::uint32_t all, std::uint32_t senders) 
 
 // ---- combine ----
 
-// Workers of a thread block of a large combine, and those of them that send first.
-inline constexpr std::uint32_t kCombiners = 10, kSendingCombiners = 5;
-inline constexpr int kVectorsOfTile = 7;  // sixteen bytes each, of a lane
-inline constexpr std::uint32_t kSumTiles = 4, kSumTilesOut = 2;
 // A combine whose rows are copied (large/copy.cuh): with its adders it has eleven warps, and a thread 168 registers. A part of a row has
 // kVectorsOfAdder vectors for each lane that adds, and shared memory has kDealtParts parts.
 inline constexpr std::uint32_t kAdders = 7, kDealtParts = 9;
 inline constexpr int kVectorsOfAdder = 4;
-// Bytes that are copied at a time, copies and runs on their way; of a worker of the general kernel kCopies.
-inline constexpr std::uint32_t kCopyBytes = 7168, kCopyPlaces = 9, kCopiedRuns = 8, kCopies = 3;
+// Bytes that are copied at a time, copies and runs on their way.
+inline constexpr std::uint32_t kCopyBytes = 7168, kCopyPlaces = 9, kCopiedRuns = 8;
 // A combine whose rows are sums: two teams of adders and a dealer. Seven adders a team are fastest, though 17 warps have 96 registers and
 // spill 80 bytes. Neither team waits for the other's adders, or for its memory: parts on their way in, and sums on their way out.
 inline constexpr std::uint32_t kAddersOfTeam = 7, kPartsOfTeam = 6, kPartsOut = 3;
 inline constexpr int kVectorsOfTeam = 4;
-// A combine whose rows are fetched: nothing is sent, so there is memory for more parts.
-inline constexpr std::uint32_t kFetchingTeams = 2, kAddersOfFetchingTeam = 4, kPartsOfFetchingTeam = 7;
-inline constexpr int kVectorsOfFetchingTeam = 7;
+// Teams whose rows are fetched, or that handle every combine: with at most 12 warps a thread has 168 registers. Where rows are
+// fetched nothing is sent, so there is memory for more parts.
+inline constexpr std::uint32_t kWideAdders = 4, kPartsOfFetchingTeam = 7;
+inline constexpr int kVectorsOfWide = 7;
 // With more thread blocks rows are stored, though peers could fetch them: a link carries more stores than reads.
 inline constexpr std::uint32_t kOfferingBlocks = 48;
 

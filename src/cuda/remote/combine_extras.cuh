@@ -53,7 +53,7 @@ struct CombineExtras<false> {
     __syncwarp();
   }
   __device__ static bool sent_weight(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t row, float& weight) {
-    return cuda::sent_weight(a, step, source, row, weight);
+    return cuda::sent_weight(a, step, source, row, threadIdx.x % 32, threadIdx.x % 32 < a.common.c.top_k, weight);
   }
   __device__ static void send_all_weights(const CombineArguments& a, std::uint32_t step) {
     cuda::send_all_weights(a, step, threadIdx.x / 32, kCombineWarps);
