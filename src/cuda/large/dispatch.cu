@@ -4,7 +4,10 @@
 namespace pplx::cuda {
 namespace large {
 
+Choice<DispatchArguments> choose_rounds(const Config& config, const DispatchCall& call);  // rounds/dispatch.cu
+
 Choice<DispatchArguments> choose(const Config& c, const DispatchCall& call) {
+  if (in_pieces(c)) return choose_rounds(c, call);
   return choose_mode(c, call, [&](auto mode) -> Choice<DispatchArguments> {
     using Mode = decltype(mode);
     return {"large::dispatch", call.hooks ? dispatch<Mode, true, false> : dispatch<Mode, false, false>, kLargeThreads, DispatchMemory(c).bytes};

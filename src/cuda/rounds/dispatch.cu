@@ -2,13 +2,13 @@
 #include "../large/dispatch_kernel.cuh"
 
 namespace pplx::cuda {
-namespace large_rounds {
+namespace large {
 
-Choice<DispatchArguments> choose(const Config& c, const DispatchCall& call) {
+Choice<DispatchArguments> choose_rounds(const Config& c, const DispatchCall& call) {
   return choose_mode(c, call, [&](auto mode) -> Choice<DispatchArguments> {
-    return {"large::dispatch in rounds", large::dispatch<decltype(mode), true, true>, kLargeThreads, DispatchMemory(c).bytes};
+    return {"large::dispatch in rounds", dispatch<decltype(mode), true, true>, kLargeThreads, DispatchMemory(c).bytes};
   });
 }
 
-}  // namespace large_rounds
+}  // namespace large
 }  // namespace pplx::cuda
