@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-PYTEST = "{python} -m pytest -p no:cacheprovider -rfEs --durations=8 --maxfail=8 tests/gpu/"
+PYTEST = "{python} -m pytest -p no:cacheprovider -rfEs --durations=8 --maxfail=8"
+LIVING = PYTEST + " -m 'not slow and not dies' tests/gpu/"
 DECODE = "--tokens 1,8,32,128,512"
 LARGE = "--tokens 1024,2048,4096,8192 --num-sms 8,16,24,32,all --pairs 16 --replays 5"
 V3 = "--experts {experts} --hidden 7168 --intermediate 2048 --top-k 8"
@@ -22,6 +23,8 @@ class Run:
     gpus: int = 2
     figure: bool = False
     """Measures, so that each rank needs a GPU of its own; else ranks may share one under MPS."""
+    alone: bool = False
+    """Nothing runs beside it; figures are alone, too."""
     env: tuple[tuple[str, str], ...] = ()
 
 
@@ -42,28 +45,35 @@ def launched(name: str, about: str, minutes: float, script: str) -> Run:
 
 
 PROOFS = (
-    Run("proof-fuzz", "kernels with delays from a seed; compiles both fuzz modules first", 4, PYTEST + "test_fuzz.py"),
+    Run("proof-fuzz", "kernels with delays from a seed; compiles both fuzz modules first", 4, LIVING + "test_fuzz.py"),
     Run(
         "proof-nvshmem-steps",
         "40,000 steps over NVSHMEM, fewer where peers are far",
         4,
-        PYTEST + "test_nvshmem.py -m slow -k many_steps",
+        PYTEST + " tests/gpu/test_nvshmem.py -m slow -k many_steps",
     ),
-    Run("proof-nvshmem-far", "NVSHMEM over P2P, peers that are put to", 3, PYTEST + "test_nvshmem.py -k 'far and not fuzz'"),
-    Run("proof-nvshmem-near", "NVSHMEM over P2P, peers that stores reach", 3, PYTEST + "test_nvshmem.py -k 'near and not fuzz'"),
-    Run("proof-pieces", "blocks in pieces", 3, PYTEST + "test_pieces_gpu.py"),
-    Run("proof-small", "steps of few tokens: bits, replays, streams, deaths, resets", 3, PYTEST + "test_gpu.py -k 'not memcheck'"),
-    Run("proof-moe", "the MoE layer and its products", 3, PYTEST + "test_moe_gpu.py"),
-    Run("proof-across", "nodes of one GPU, over tcp and shm, chaos and deaths among it", 2.5, PYTEST + "test_across_nodes.py"),
-    Run("proof-large", "steps of many tokens", 2.5, PYTEST + "test_large.py"),
-    Run("proof-nvshmem-fuzz", "NVSHMEM with delays from a seed", 2, PYTEST + "test_nvshmem.py -k fuzz"),
-    Run("proof-hooks", "a kernel that spins on d.arrived", 2, PYTEST + "test_hooks_gpu.py"),
-    Run("proof-memcheck", "steps under compute-sanitizer", 2, PYTEST + "test_gpu.py -k memcheck"),
-    Run("proof-placement", "blocks in GPU memory", 2, PYTEST + "test_placement.py"),
-    Run("proof-efa", "software EFA NICs; PPLX_LIBFABRIC names a libfabric with efa", 2, PYTEST + "test_efa.py"),
-    Run("proof-open-steps", "eager steps among replays, refusals", 1, PYTEST + "test_open_steps.py"),
-    Run("proof-replicas", "ranks that hold the same tokens", 1, PYTEST + "test_replicas.py"),
-    Run("proof-nvshmem-else", "heap, doctor, an NVSHMEM of others", 1, PYTEST + "test_nvshmem.py -k 'heap or doctor or already'"),
+    Run("proof-nvshmem-far", "NVSHMEM over P2P, peers that are put to", 3, LIVING + "test_nvshmem.py -k 'far and not fuzz'"),
+    Run("proof-nvshmem-near", "NVSHMEM over P2P, peers that stores reach", 3, LIVING + "test_nvshmem.py -k 'near and not fuzz'"),
+    Run("proof-pieces", "blocks in pieces", 3, LIVING + "test_pieces_gpu.py"),
+    Run("proof-small", "steps of few tokens: bits, replays, streams, resets", 3, LIVING + "test_gpu.py -k 'not memcheck'"),
+    Run("proof-moe", "the MoE layer and its products", 3, LIVING + "test_moe_gpu.py"),
+    Run("proof-across", "nodes of one GPU, over tcp and shm, chaos among it", 2.5, LIVING + "test_across_nodes.py"),
+    Run("proof-large", "steps of many tokens", 2.5, LIVING + "test_large.py"),
+    Run("proof-nvshmem-fuzz", "NVSHMEM with delays from a seed", 2, LIVING + "test_nvshmem.py -k fuzz"),
+    Run("proof-hooks", "a kernel that spins on d.arrived", 2, LIVING + "test_hooks_gpu.py"),
+    Run("proof-memcheck", "steps under compute-sanitizer", 2, LIVING + "test_gpu.py -k memcheck"),
+    Run("proof-placement", "blocks in GPU memory", 2, LIVING + "test_placement.py"),
+    Run("proof-efa", "software EFA NICs; PPLX_LIBFABRIC names a libfabric with efa", 2, LIVING + "test_efa.py"),
+    Run("proof-open-steps", "eager steps among replays, refusals", 1, LIVING + "test_open_steps.py"),
+    Run("proof-replicas", "ranks that hold the same tokens", 1, LIVING + "test_replicas.py"),
+    Run("proof-nvshmem-else", "heap, doctor, an NVSHMEM of others", 1, LIVING + "test_nvshmem.py -k 'heap or doctor or already'"),
+    Run(
+        "proof-deaths",
+        "ranks that are killed, by themselves: under MPS what else runs on their GPU then may fail",
+        3,
+        PYTEST + " -m 'dies and not slow' tests/gpu/",
+        alone=True,
+    ),
     Run(
         "proof-mutants",
         "planted bugs in kernels; not in the two runs of all other proofs",

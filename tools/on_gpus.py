@@ -139,11 +139,11 @@ def run_one(run: Run, machine: Machine, out: Path, until: float) -> tuple[bool, 
 
 
 def run_all(runs: list[Run], machine: Machine, out: Path, until: float, beside: int = 1) -> bool:
-    """True if all runs that were begun succeeded. `beside` proofs that follow each other run at a time; runs that measure run
-    alone."""
+    """True if all runs that were begun succeeded. `beside` proofs that follow each other run at a time; runs that measure, or
+    that kill ranks, run alone."""
     good = True
-    for figures, some in itertools.groupby(runs, key=lambda run: run.figure):
-        with ThreadPoolExecutor(1 if figures else beside) as pool, (out / "summary.txt").open("a") as summary:
+    for alone, some in itertools.groupby(runs, key=lambda run: run.figure or run.alone):
+        with ThreadPoolExecutor(1 if alone else beside) as pool, (out / "summary.txt").open("a") as summary:
             for succeeded, line in pool.map(lambda run: run_one(run, machine, out, until), some):
                 good = good and succeeded
                 print(line, flush=True)

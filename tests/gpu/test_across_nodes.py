@@ -109,6 +109,7 @@ def test_a_silent_rank(transport: str) -> None:
 
 # libfabric 1.17's shm may hang a survivor's poll when a busy peer is killed.
 @pytest.mark.parametrize("transport", [carrier for carrier in CARRIERS if not carrier.endswith("shm")])
+@pytest.mark.dies
 def test_killed(transport: str) -> None:
     ranks = max(RANKS, 3)
     case = Case(seed(), ranks, num_experts=3 * ranks + 1, top_k=3, hidden=256, max_tokens=32, transport=transport)
@@ -123,6 +124,7 @@ def test_killed(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", [carrier for carrier in CARRIERS if not carrier.endswith("shm")])
+@pytest.mark.dies
 def test_reset(transport: str, tmp_path: Path) -> None:
     paths = [str(tmp_path / f"died{i}") for i in range(2)]
     case = Case(seed(), 4, num_experts=10, top_k=4, crowd="uneven", in_flight=2, transport=transport)

@@ -186,6 +186,7 @@ def together(ranks: int) -> int:
     return min([n for n in APART if n >= ranks], default=ranks)
 
 
+@pytest.mark.dies
 def test_killed() -> None:
     ranks = together(3)
     with Crew(ranks) as crew:
@@ -199,6 +200,7 @@ def test_killed() -> None:
         assert left_in_shm(crew) == []
 
 
+@pytest.mark.dies
 def test_reset(tmp_path: Path) -> None:
     ranks = together(4)
     paths = [str(tmp_path / f"died{i}") for i in range(2)]
@@ -219,6 +221,7 @@ def test_reset_without_a_death() -> None:
         crew.run("gpu_cases:on_gpu", "failure_cases:reset_after_timeout", Case(seed(), ranks))
 
 
+@pytest.mark.dies
 def test_another_all_to_all_of_the_survivors(tmp_path: Path) -> None:
     ranks = together(3)
     with Crew(ranks) as crew:

@@ -96,6 +96,7 @@ def test_different_tokens(kind: str) -> None:
 
 
 @pytest.mark.parametrize("transport", ["mapped", "mixed:tcp"])
+@pytest.mark.dies
 def test_reset(transport: str, tmp_path: Path) -> None:
     """A replica dies: those that are left of its group send its tokens too."""
     paths = [str(tmp_path / f"died{i}") for i in range(2)]

@@ -121,14 +121,15 @@ def test_proofs_run_beside_each_other_and_figures_alone(tmp_path: Path, monkeypa
     def attempt(run: Run, *_: object) -> tuple[str, str]:
         """Two proofs meet, a figure waits for another in vain."""
         try:
-            met[run.figure].wait(0.1 if run.figure else 60)
+            met[run.figure or run.alone].wait(0.1 if run.figure or run.alone else 60)
         except threading.BrokenBarrierError:
-            met[run.figure].reset()
-            alone.append(run.figure)
+            met[run.figure or run.alone].reset()
+            alone.append(run.figure or run.alone)
         return "ok", run.name
 
     monkeypatch.setattr(on_gpus, "attempt", attempt)
     runs = [Run(name, "", 0, "", figure=name.startswith("f")) for name in ("p1", "p2", "f1", "f2")]
+    runs[3] = Run("a1", "", 0, "", alone=True)
     assert on_gpus.run_all(runs, TWO, tmp_path, on_gpus.time.monotonic() + 600, beside=2)
     assert (tmp_path / "summary.txt").read_text().split() == [run.name for run in runs] and alone == [True, True]
 
