@@ -75,7 +75,7 @@ class RowCarrier {
     s_.rows_known.wait();
     if (!s_.good) return;
     const SpanTimer all(k_, Span::Receiving);
-    Rounds rounds(k_, a_.pieces, step_, s_.rows_begin, Phase::DispatchRecv, rows_of_run(a_.pieces.tokens * k_.living, gridDim.x), 1, rows);
+    Rounds rounds(k_, a_.pieces, step_, s_.rows_begin, Phase::DispatchRecv, rows_of_run(a_.pieces.tokens * k_.living, gridDim.x), rows);
     bool good = rounds.open(0, kNone);
     for (RoundRun run; good && rounds.find(claim(k_, a_.pieces, step_, Claim::DispatchRecv), run);) {
       good = run.rows == 0 || carry_run({run.source, run.first, run.rows}, run.slot_row, run.round);

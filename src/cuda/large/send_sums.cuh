@@ -62,7 +62,7 @@ class SendDealer : RowDealer {
   // Deals the rounds of this launch, in the order in which all thread blocks claim their runs.
   __device__ void deal_rounds(std::uint32_t most, RoundRows& rows) {
     const PieceArguments& p = a_.pieces;
-    Rounds rounds(k_, p, step_, s_.rows_begin, Phase::CombineSend, most, 1, rows);
+    Rounds rounds(k_, p, step_, s_.rows_begin, Phase::CombineSend, most, rows);
     bool good = rounds.open(p.begin, p.end);
     // A receive half does not wait with what its send half has claimed.
     const Claim what = p.begins ? Claim::CombineSend : Claim::CombineRest;

@@ -152,7 +152,8 @@ static __device__ __noinline__ void count_part(const Common& k, std::uint32_t st
 }
 
 // Counts the header of a block of `rows` rows, which has been stored, in place of the rows that the last part lacks.
-static __device__ __noinline__ void count_header(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, std::uint32_t each) {
+[[maybe_unused]] static __device__ __noinline__ void count_header(const Common& k, std::uint32_t step, Op op, std::uint32_t peer,
+                                                                  std::uint32_t rows, std::uint32_t each) {
   const PartSizes& sizes = parts_of(k, op);
   const std::uint32_t last = sizes.count(rows) - 1, lacking = (sizes.begin(last + 1) - rows) * each;
   if (last > 0 && lacking > 0) count_part(k, step, op, peer, last, lacking, each, RowsOfBlock(rows));

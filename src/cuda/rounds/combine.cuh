@@ -27,18 +27,21 @@ __device__ inline bool make_room(const Common& k, const PieceArguments& p, std::
   const std::uint32_t flags = flags_of(a) | (*a.received.overflowed != 0 ? kOverflowed : 0u);
   const PieceRows of = a.release ? PieceRows{0, 0} : rows_of_kept_round(p, peer, run.round, rows);
   if (threadIdx.x % 32 == 0)
-    write_piece_header(k, piece_for(k, step, Op::Combine, peer, run.round), step, a.release ? 0 : rows, flags, run.round, *kept_rounds(p, peer), of);
+    write_piece_header(k, piece_for(k, step, Op::Combine, peer, run.round), step, a.release ? 0 : rows, flags, run.round,
+                       *kept_rounds(p, peer), of);
   count_sums_of_round(k, p, step, peer, run.round, rows, kAllParts - of.rows() + (run.round == 0 ? kRoundBefore : 0));
 }
 
 // Checks a remote peer's piece of what comes back. False: it is not what this rank expects.
-__device__ inline bool check_piece(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, std::uint32_t piece, std::uint32_t pieces) {
+__device__ inline bool check_piece(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, std::uint32_t piece,
+                                   std::uint32_t pieces) {
   const Common& k = a.common;
   const BlockHeader h = load_piece_header(own_slot(k, set_of(k.c, step), Op::Combine, peer) + k.heap.piece_at(Op::Combine, piece));
   if (!check_header(k, h, Phase::CombineRecv, step, peer)) return false;
   // With other flags there are no rows, and no pieces.
   if (piece == 0 && !check_combine_header(a, step, peer, h.rows, h.flags)) return false;
-  return check_piece_header(k, h, Phase::CombineRecv, step, peer, piece, pieces, a.release ? PieceRows{0, 0} : rows_of_own_round(a.pieces, a.plan, k, peer, piece, pieces));
+  const PieceRows of = a.release ? PieceRows{0, 0} : rows_of_own_round(a.pieces, a.plan, k, peer, piece, pieces);
+  return check_piece_header(k, h, Phase::CombineRecv, step, peer, piece, pieces, of);
 }
 
 // Passes on what remote peers have read, and what they have sent. By one warp of a launch that receives.

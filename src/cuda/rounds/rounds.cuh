@@ -160,17 +160,17 @@ __device__ inline bool await_round_begin(const Common& k, const PieceArguments& 
 }
 struct RoundRun {
   std::uint32_t round, source, first, rows;  // first: of the source's block
-  std::uint32_t slot_row, part;
+  std::uint32_t slot_row;
   bool is_first;  // unit of its round
   bool is_header;  // a header for `source`, a remote peer; no rows
 };
 
 class Rounds {
  public:
-  // A warp's. rows_begin: of all sources. A unit is a part of a run of at most `most_rows` rows.
+  // A warp's. rows_begin: of all sources. A unit is a run of at most `most_rows` rows.
   __device__ Rounds(const Common& k, const PieceArguments& p, std::uint32_t step, const std::uint32_t* rows_begin, Phase phase,
-                    std::uint32_t most_rows, std::uint32_t parts, RoundRows& rows)
-      : k_(k), p_(p), step_(step), rows_begin_(rows_begin), phase_(phase), most_rows_(most_rows), parts_(parts), rows_(rows),
+                    std::uint32_t most_rows, RoundRows& rows)
+      : k_(k), p_(p), step_(step), rows_begin_(rows_begin), phase_(phase), most_rows_(most_rows), rows_(rows),
         keeps_(phase == Phase::CombineSend), headers_(phase == Phase::CombineSend ? remote_peers(k) : 0) {}
 
   // Hears how many rounds there are. begin: the first one that is wanted. False: something failed.
@@ -222,7 +222,7 @@ class Rounds {
         failed_ = true;
         return false;
       }
-      units_ = max(1u, headers_ + RowRuns(k_, rows_.begin, k_.living, most_rows_).all() * parts_);
+      units_ = max(1u, headers_ + RowRuns(k_, rows_.begin, k_.living, most_rows_).all());
     }
     n -= base_;
     run.round = round_;
@@ -232,8 +232,7 @@ class Rounds {
     if (run.is_header) run.source = k_.order[n];
     if (run.is_header || rows_.begin[k_.c.world] == 0) return true;
     n -= headers_;
-    run.part = n % parts_;
-    const RowRun of = RowRuns(k_, rows_.begin, k_.living, most_rows_).at(n / parts_);
+    const RowRun of = RowRuns(k_, rows_.begin, k_.living, most_rows_).at(n);
     run.source = of.source;
     run.first = rows_.first[of.source] + of.first;
     run.rows = of.rows;
@@ -297,7 +296,7 @@ class Rounds {
   const std::uint32_t step_;
   const std::uint32_t* const rows_begin_;
   const Phase phase_;
-  const std::uint32_t most_rows_, parts_;
+  const std::uint32_t most_rows_;
   RoundRows& rows_;
   const bool keeps_;  // a combine: peers may be in the set's next step already
   const std::uint32_t headers_;  // units of a round that come before its rows
