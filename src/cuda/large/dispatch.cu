@@ -10,7 +10,8 @@ Choice<DispatchArguments> choose(const Config& c, const DispatchCall& call) {
   if (in_pieces(c)) return choose_rounds(c, call);
   return choose_mode(c, call, [&](auto mode) -> Choice<DispatchArguments> {
     using Mode = decltype(mode);
-    return {"large::dispatch", call.hooks ? dispatch<Mode, true, false> : dispatch<Mode, false, false>, kLargeThreads, DispatchMemory(c).bytes};
+    const auto kernel = call.hooks ? dispatch<Mode, true, false> : dispatch<Mode, false, false>;
+    return {"large::dispatch", kernel, kLargeThreads, DispatchMemory(c).bytes};
   });
 }
 

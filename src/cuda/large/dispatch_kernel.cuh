@@ -51,10 +51,11 @@ __device__ inline void count_chunks(const DispatchArguments& a, LargePlan& s, st
   sum_chunks(a, s.step, end * worker / kWorkers, end * (worker + 1) / kWorkers, sums, memory);
 }
 
-// Plans chunks: a planner whose block has summed what comes before its first chunk, or that chunk's round. It has loaded the chunk. In rounds a
-// send half plans what it leaves to the receive half, too. memory: counting_bytes() of its own.
+// Plans chunks: a planner whose block has summed what comes before its first chunk, or that chunk's round. It has loaded the
+// chunk. In rounds a send half plans what it leaves to the receive half, too. memory: counting_bytes() of its own.
 template <bool kRounds>
-__device__ inline void plan_chunks(const DispatchArguments& a, DispatchShared<kRounds>& shared, LoadedChunk& loaded, std::uint32_t* sums, char* memory) {
+__device__ inline void plan_chunks(const DispatchArguments& a, DispatchShared<kRounds>& shared, LoadedChunk& loaded,
+                                   std::uint32_t* sums, char* memory) {
   const Common& k = a.common;
   LargePlan& s = shared.plan;
   const std::uint32_t lane = threadIdx.x % 32, step = s.step;
@@ -126,10 +127,9 @@ __device__ inline void plan_chunks(const DispatchArguments& a, DispatchShared<kR
   }
 }
 
-// Warps with roles, most of them workers; behind the other kernels' warps the teller. A warp that has nothing to send, or no more, receives.
+// Warps with roles, most of them workers. A warp that has nothing to send, or no more, receives.
 inline constexpr std::uint32_t kDealer = kWorkers - 2, kLoader = kWorkers - 1, kFirstStorer = kDealer - kStorers;
-inline constexpr std::uint32_t kCounter = kWorkers + 1, kPlacer = kWorkers + 2, kTeller = kManyWarps;
-inline constexpr std::uint32_t kLargeThreads = 32 * kLargeWarps;
+inline constexpr std::uint32_t kCounter = kWorkers + 1, kPlacer = kWorkers + 2, kTeller = kWorkers + 3;
 inline constexpr std::uint32_t kPasser = kQuantisers;  // in rounds, where there are remote peers
 static_assert(kPasser < kFirstStorer && kTeller + 1 == kLargeWarps, "all have a warp");
 
@@ -154,12 +154,14 @@ struct DispatchShared<true> : DispatchShared<false> {
 struct DispatchMemory : LargeMemory {
   std::uint32_t rings, placer, bytes;
 
-  constexpr explicit DispatchMemory(const Config& c) : LargeMemory(c), rings(others), placer(rings + kRingBytes), bytes(placer + counting_bytes(c)) {}
+  constexpr explicit DispatchMemory(const Config& c)
+      : LargeMemory(c), rings(others), placer(rings + kRingBytes), bytes(placer + counting_bytes(c)) {}
 };
 
 // Until there is nothing more to send, or nothing may be sent.
 template <typename Mode, bool kHooks, bool kRounds>
-__device__ inline void send_large(const DispatchArguments& a, DispatchShared<kRounds>& s, const Experts& experts, char* launched, std::uint32_t* sums) {
+__device__ inline void send_large(const DispatchArguments& a, DispatchShared<kRounds>& s, const Experts& experts, char* launched,
+                                  std::uint32_t* sums) {
   const Common& k = a.common;
   const DispatchMemory at(k.c);
   char *const in = launched + at.rings, *const out = in + kTokensInBytes;

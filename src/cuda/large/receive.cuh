@@ -66,7 +66,9 @@ class RowCarrier {
       else if (kept == nullptr || !find_kept(*kept, run))
         break;
       const bool shows = s_.showing[run.source] != 0;
-      if (!(shows ? receive_showing<kHooks>(a_, step_, s_, e_, s_.rows_begin[run.source] + run.first, run.rows) : carry_run(run, run.first, 0))) break;
+      if (!(shows ? receive_showing<kHooks>(a_, step_, s_, e_, s_.rows_begin[run.source] + run.first, run.rows)
+                  : carry_run(run, run.first, 0)))
+        break;
     }
   }
 

@@ -17,14 +17,12 @@ constexpr std::uint32_t senders_of(std::uint32_t blocks, std::uint32_t bytes_eac
 
 // A thread block has a warp that plans, two that find out what has come, and workers.
 inline constexpr std::uint32_t kWorkers = 12;
-inline constexpr std::uint32_t kManyWarps = 3 + kWorkers;
-inline constexpr std::uint32_t kManyThreads = 32 * kManyWarps;
 
 // Workers have roles (large/load.cuh), and one warp more tells of rows: with 16 warps a thread has 128 registers, with more
 // 96. A team quantises a token at a time, or a part of it, up to kQuantiserBytes each.
 inline constexpr std::uint32_t kTeams = 3, kOfTeam = 2, kQuantiserBytes = 7168;
 inline constexpr std::uint32_t kQuantisers = kTeams * kOfTeam;
-inline constexpr std::uint32_t kLargeWarps = kManyWarps + 1;
+inline constexpr std::uint32_t kLargeWarps = kWorkers + 4, kLargeThreads = 32 * kLargeWarps;
 // Tokens on their way in, which leave for registers at once; rows on their way out.
 inline constexpr std::uint32_t kTokensIn = 6, kRowsOut = 12;
 // Warps that store rows, a place of the ring each.

@@ -494,7 +494,7 @@ __device__ inline void leave_plan(const DispatchArguments& a, bool& last) {
   if (threadIdx.x == 0) last = count_in_order(a.chunk_counts.left, 1) == gridDim.x - 1;
   __syncthreads();
   if (!last) return;
-  for (std::uint32_t i = threadIdx.x; i < kTotals * chunk_columns(a.common.c); i += kManyThreads) a.chunk_counts.totals[i] = 0;
+  for (std::uint32_t i = threadIdx.x; i < kTotals * chunk_columns(a.common.c); i += kLargeThreads) a.chunk_counts.totals[i] = 0;
   if (threadIdx.x == 0) *a.chunk_counts.next = *a.chunk_counts.counted = *a.chunk_counts.left = *a.chunk_counts.received = 0;
 }
 
