@@ -69,15 +69,20 @@ def products(me: Any, seed: int) -> dict[str, float]:
         g = torch.Generator(device="cuda").manual_seed(seed)
         x, dy, w = (torch.randn(*shape, device="cuda", generator=g).bfloat16() for shape in ((rows, k), (rows, n), (4, n, k)))
         x[used:], dy[used:] = torch.nan, torch.nan
-        loop = Loop()
+        known, loop = Segments(where.where.cpu()), Loop()
+        exact = {  # in float32 on the CPU
+            "forward": loop.forward(x.cpu().float(), w.cpu().float(), known)[:used],
+            "dgrad": loop.dgrad(dy.cpu().float(), w.cpu().float(), known)[:used],
+            "wgrad": torch.ones(4, n, k),
+        }
+        loop.wgrad(dy.cpu(), x.cpu(), known, exact["wgrad"], True)
         for tma in (False, True):
             kernel, name = triton_mm.TritonGroupedMm(tma), f"{spread} {tma}"
-            found[f"forward {name}"] = error(kernel.forward(x, w, where)[:used], loop.forward(x, w, where)[:used].cpu().double())
-            found[f"dgrad {name}"] = error(kernel.dgrad(dy, w, where)[:used], loop.dgrad(dy, w, where)[:used].cpu().double())
-            seen, wanted = (torch.ones(4, n, k, device="cuda") for _ in range(2))
+            seen = torch.ones(4, n, k, device="cuda")
             kernel.wgrad(dy, x, where, seen, True)
-            loop.wgrad(dy, x, where, wanted, True)
-            found[f"wgrad {name}"] = error(seen, wanted.cpu().double())
+            found[f"wgrad {name}"] = error(seen, exact["wgrad"].double())
+            found[f"forward {name}"] = error(kernel.forward(x, w, where)[:used], exact["forward"].double())
+            found[f"dgrad {name}"] = error(kernel.dgrad(dy, w, where)[:used], exact["dgrad"].double())
             codes, weights = quantise(x), quantise_weights(w)
             seen, wanted = (
                 each.product(codes, weights, where, False, torch.float32)
