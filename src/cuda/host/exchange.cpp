@@ -34,8 +34,8 @@ Control retired_control() {
 
 // The most that a step may have.
 std::uint32_t most_chunks(const Config& c) {
-  const std::uint32_t least = most_rounds(c) == 0 ? kLeastTokensOfChunk : std::min(kLeastTokensOfChunk, tokens_of_round(c));
-  return ceil_div(c.max_tokens, least);
+  if (most_rounds(c) != 0 && tokens_of_round(c) < kFewTokensOfChunk) return c.max_tokens;
+  return std::max(ceil_div(c.max_tokens, kFewTokensOfChunk), std::min(c.max_tokens, kMostBlocks));
 }
 
 std::uint32_t attribute_of(int device, cudaDeviceAttr attribute) {

@@ -17,8 +17,7 @@ class TokenDealer {
       : a_(a), k_(a.common), plan_(plan), receive_(receive), experts_(experts), rows_at_(rows_at), rings_(rings) {
     together_ = min(32u >> k_.group_shift, kTokensTogether);
     if (k_.living == 1) return;
-    const std::uint64_t token_bytes = std::uint64_t{min(k_.c.top_k, k_.living - 1)} * k_.dispatch.row_bytes;
-    const std::uint32_t most = tokens_on_their_way(min(a.stretches, gridDim.x), token_bytes);
+    const std::uint32_t most = tokens_on_their_way(min(a.stretches, gridDim.x), k_.dispatch.row_bytes, k_.living, k_.c.top_k);
     while (together_ > 1 && 2 * together_ > most) together_ /= 2;
     under_way_ = min(most / together_, kBatches);
   }

@@ -32,9 +32,12 @@ inline constexpr std::uint32_t kTokensTogether = 4, kBatches = 8;
 // Bytes of rows that a GPU has in flight to peers, though each thread block may have two tokens. With more, loads and stores of all
 // multiprocessors wait for the link.
 inline constexpr std::uint64_t kRowBytesOnTheirWay = 4 << 20;
-// Tokens of a thread block. token_bytes: for all peers that want one.
-constexpr std::uint32_t tokens_on_their_way(std::uint32_t senders, std::uint64_t token_bytes) {
-  const auto fair = static_cast<std::uint32_t>(kRowBytesOnTheirWay / (senders * token_bytes));
+// Tokens of a thread block, whose choices are spread evenly over `living` ranks.
+constexpr std::uint32_t tokens_on_their_way(std::uint32_t senders, std::uint32_t row_bytes, std::uint32_t living, std::uint32_t top_k) {
+  float without = 1;  // the part of tokens that a rank gets no row of
+  for (std::uint32_t i = 0; i < top_k; ++i) without *= 1 - 1.0f / static_cast<float>(living);
+  const float rows = static_cast<float>(living - 1) * (1 - without);
+  const auto fair = static_cast<std::uint32_t>(kRowBytesOnTheirWay / (senders * static_cast<std::uint64_t>(rows * row_bytes) + 1));
   return fair < 2 ? 2 : fair;
 }
 // Thread blocks that fill the link. Where a launch has more, the others receive from the start.
@@ -93,11 +96,13 @@ constexpr std::uint32_t large_tokens(const LargeTokens (&lines)[n], const StepSh
 // All ranks agree on the largest number, for all steps: it decides how rows of combine look and which places are blank.
 constexpr std::uint32_t large_tokens(const StepShape& s) { return large_tokens(kLargeTokens, s); }
 
-// Tokens whose rows are counted together. Long chunks are fewer to add up and to plan; short ones spread the tokens evenly.
-inline constexpr std::uint32_t kLeastTokensOfChunk = 8, kMostTokensOfChunk = 32, kMostChoicesOfChunk = 256;
+// Tokens whose rows are counted together. Long chunks are fewer to add up and to plan; short ones spread the tokens evenly. Where there are
+// fewer than kFewTokensOfChunk for each thread block, every block has some.
+inline constexpr std::uint32_t kFewTokensOfChunk = 8, kMostTokensOfChunk = 32, kMostChoicesOfChunk = 256;
 constexpr std::uint32_t tokens_of_chunk(std::uint32_t tokens, std::uint32_t top_k, std::uint32_t blocks) {
   const auto most_of_block = [&](std::uint32_t chunk) { return ((tokens + chunk - 1) / chunk + blocks - 1) / blocks * chunk; };
-  std::uint32_t chunk = kLeastTokensOfChunk;
+  std::uint32_t chunk = 1;
+  while (chunk < kFewTokensOfChunk && chunk * blocks < tokens) chunk *= 2;
   while (chunk < kMostTokensOfChunk && 2 * chunk * blocks < tokens && 2 * chunk * top_k <= kMostChoicesOfChunk &&
          most_of_block(2 * chunk) <= most_of_block(chunk))
     chunk *= 2;
@@ -113,7 +118,7 @@ inline constexpr std::uint32_t kRowsOfCarriedRun = 4;
 constexpr std::uint32_t rows_of_run(std::uint32_t rows, std::uint32_t blocks) {
   // No std::min: its reference to a constant of the host is nothing that a kernel can read.
   const std::uint32_t fair = rows / (blocks * kWorkers);
-  return fair < 2 ? 2 : fair < kRowsOfCarriedRun ? fair : kRowsOfCarriedRun;
+  return fair < 1 ? 1 : fair < kRowsOfCarriedRun ? fair : kRowsOfCarriedRun;
 }
 
 // Tokens, or rows of a combine, that a warp tells peers of with one fence: at most a fourth of what each sender has.

@@ -160,30 +160,26 @@ static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, 
   const Common& k = a.common;
   const bool planned = a.ids == nullptr;
   const std::uint32_t lane = threadIdx.x % 32, set = set_of(k.c, step);
-  if (!planned) {
-    // Neighbouring lanes have neighbouring columns, and many of them are asked for at once: peers wait for this.
-#pragma unroll 3
-    for (std::uint32_t i = lane; i < k.c.num_experts + k.c.world; i += 32) {
-      const std::uint32_t total = total_of(a, i);
-      *(i < k.c.num_experts ? a.plan.counts + i : a.plan.rows + (i - k.c.num_experts)) = total;
-    }
-    __syncwarp();
-  }
   for (std::uint32_t i = lane; i < k.living * k.expert_vec16s; i += 32) {
     const std::uint32_t peer = k.order[i / k.expert_vec16s], nth = i % k.expert_vec16s;
-    if (is_remote(k, peer)) continue;
     const std::uint32_t first = first_expert_of(k, peer), experts = local_experts_of(k, peer);
     std::uint32_t numbers[kNumbersOfVec16] = {};
+    // Parts of all four are asked for at once: peers wait for this.
 #pragma unroll
     for (std::uint32_t j = 0; j < kNumbersOfVec16; ++j) {
       const std::uint32_t e = nth * kNumbersOfVec16 + j;
-      if (e < experts) numbers[j] = a.plan.counts[first + e];
+      if (e < experts) numbers[j] = planned ? a.plan.counts[first + e] : total_of(a, first + e);
     }
+#pragma unroll
+    for (std::uint32_t j = 0; j < kNumbersOfVec16; ++j)
+      if (!planned && nth * kNumbersOfVec16 + j < experts) a.plan.counts[first + nth * kNumbersOfVec16 + j] = numbers[j];
+    if (is_remote(k, peer)) continue;
     const PackedNumbers p = pack_numbers(numbers);
     fuzz_delay(k, p.words[0]);
     char* const to = k.peers[peer] + k.heap.counts_at(k.c, set, k.c.rank) + kVec16Bytes * nth;
     store_tagged(k, to, step, p.words[0], p.words[1], p.words[2]);
   }
+  for (std::uint32_t peer = lane; !planned && peer < k.c.world; peer += 32) a.plan.rows[peer] = total_of(a, k.c.num_experts + peer);
   if (!numbers_rows(a)) publish_row_counts(k, step, a.plan.rows);
   if (k.remote != 0) begin_remote_blocks(a, step);
   mark_stage(k, Stage::Counted);
