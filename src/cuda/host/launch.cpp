@@ -181,9 +181,11 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
   if (large) {
     ++large_dispatches_;
     a.stretches = blocks;
-    if (launch.halves == (kSend | kRecv) && !pieces && common_.living > 1) a.stretches = sending_blocks(blocks, sending_share_);
+    if (pieces && a.recv)
+      a.stretches = sending_blocks(blocks, sending_share_ != 0 ? sending_share_ : kSendingShareInRounds);
+    else if (a.send && a.recv && common_.living > 1)
+      a.stretches = sending_blocks(blocks, sending_share_);
     a.tokens_per_chunk = tokens_of_chunk(a.own, c.top_k, a.stretches);
-    if (pieces && a.recv) a.stretches = sending_blocks(blocks, sending_share_ != 0 ? sending_share_ : kSendingShareInRounds);
     a.chunks = ceil_div(a.own, a.tokens_per_chunk);
     a.chunk_counts = chunk_counts_;
   }
