@@ -1,4 +1,4 @@
-// From how many tokens on steps go by the large kernels, by GPU and shape.
+// From how many tokens on steps go by the large kernels, by GPU and shape, and how those cut a step.
 #include "../../src/cuda/large/tuning.h"
 #include "check.h"
 
@@ -37,9 +37,31 @@ void check_table() {
   CHECK_EQ(large_tokens(StepShape{}), kLargeTokensElsewhere);
 }
 
+// Few tokens are spread over all thread blocks; no step has more chunks than memory is made for.
+void check_chunks() {
+  for (std::uint32_t tokens = 1; tokens <= 4096; ++tokens)
+    for (const std::uint32_t blocks : {1u, 3u, 66u, 132u})
+      for (const std::uint32_t top_k : {1u, 8u, 32u}) {
+        const std::uint32_t chunk = tokens_of_chunk(tokens, top_k, blocks), chunks = (tokens + chunk - 1) / chunk;
+        CHECK(chunk <= kMostTokensOfChunk && chunk * top_k <= kMostChoicesOfChunk);
+        CHECK(chunk >= kFewTokensOfChunk || 2 * chunks > std::min(tokens, blocks));
+        CHECK(chunk >= kFewTokensOfChunk || chunks <= blocks);
+      }
+}
+
+// 4 MiB of rows of 7,552 bytes, of 66 thread blocks: one row a token with two ranks, 2.7 with four, 4.6 with eight.
+void check_tokens_on_their_way() {
+  CHECK_EQ(tokens_on_their_way(66, 7552, 2, 8), 8u);
+  CHECK_EQ(tokens_on_their_way(66, 7552, 4, 8), 3u);
+  CHECK_EQ(tokens_on_their_way(66, 7552, 8, 8), 2u);
+  CHECK_EQ(tokens_on_their_way(24, 7552, 8, 8), 5u);
+}
+
 }  // namespace
 
 int main() {
   check_lines();
   check_table();
+  check_chunks();
+  check_tokens_on_their_way();
 }

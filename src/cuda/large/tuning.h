@@ -65,24 +65,28 @@ struct LargeTokens {
   StepShape most;
   std::uint32_t tokens;
 };
-// The first line that holds counts; none: kLargeTokensElsewhere. The least number, measured by bench/crossover.py on two H100, from
-// which on a dispatch and a combine together are no slower by the large kernels. In pieces no line counts.
+// The first line that holds counts; none: kLargeTokensElsewhere. The least number from which on a dispatch and a combine together are no
+// slower by the large kernels: bench/crossover.py on two H100, and for up to eight ranks on four H200. In pieces no line counts.
 inline constexpr LargeTokens kLargeTokens[] = {
     // Compact.
-    {{132, 8, 14336, 2, false}, 64},
+    {{132, 8, 14336, 8, false}, 64},
     {{132, 16, 14336, 2, false}, 128},
+    {{132, 16, 14336, 8, false}, 64},
     {{132, 24, 14336, 2, false}, 192},
+    {{132, 24, 14336, 8, false}, 128},
     {{132, 32, 14336, 2, false}, 256},
-    {{132, 48, 14336, 2, false}, 512},
-    {{132, 64, 14336, 2, false}, 768},
-    {{132, 96, 14336, 2, false}, 1024},
+    {{132, 32, 14336, 8, false}, 384},
+    {{132, 48, 14336, 8, false}, 512},
+    {{132, 64, 14336, 8, false}, 768},
+    {{132, 96, 14336, 8, false}, 1024},
     {{132, 132, 14336, 2, false}, 2048},
+    {{132, 132, 14336, 8, false}, 1536},
     // Ragged.
-    {{132, 8, 14336, 2, true}, 128},
-    {{132, 24, 14336, 2, true}, 256},
-    {{132, 32, 14336, 2, true}, 384},
-    {{132, 64, 14336, 2, true}, 768},
-    {{132, 132, 14336, 2, true}, 2048},
+    {{132, 8, 14336, 8, true}, 128},
+    {{132, 24, 14336, 8, true}, 256},
+    {{132, 32, 14336, 8, true}, 384},
+    {{132, 64, 14336, 8, true}, 768},
+    {{132, 132, 14336, 8, true}, 2048},
 };
 inline constexpr std::uint32_t kLargeTokensElsewhere = 768;
 
