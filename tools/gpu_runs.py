@@ -17,7 +17,7 @@ class Run:
     name: str
     about: str
     minutes: float
-    """Time on H200s, roughly; of a proof beside two others. A run that takes twice as long is ended."""
+    """Time on H200s, roughly; of a proof on four, two ranks each, beside two others. A run that takes twice as long is ended."""
     command: str
     """{python}, {gpus}, {experts} (32 for each GPU) and {out}, a path for files of the run's own, are filled in."""
     gpus: int = 2
@@ -45,25 +45,25 @@ def launched(name: str, about: str, minutes: float, script: str) -> Run:
 
 
 PROOFS = (
-    Run("proof-fuzz", "kernels with delays from a seed; compiles both fuzz modules first", 4, LIVING + "test_fuzz.py"),
+    Run("proof-large", "steps of many tokens", 3.5, LIVING + "test_large.py"),
+    Run("proof-fuzz", "kernels with delays from a seed; compiles both fuzz modules first", 2, LIVING + "test_fuzz.py"),
+    Run("proof-small", "steps of few tokens: bits, replays, streams, resets", 2, LIVING + "test_gpu.py -k 'not memcheck'"),
+    Run("proof-hooks", "a kernel that spins on d.arrived", 2, LIVING + "test_hooks_gpu.py"),
     Run(
         "proof-nvshmem-steps",
         "40,000 steps over NVSHMEM, fewer where peers are far",
-        4,
+        2,
         PYTEST + " tests/gpu/test_nvshmem.py -m slow -k many_steps",
     ),
-    Run("proof-nvshmem-far", "NVSHMEM over P2P, peers that are put to", 3, LIVING + "test_nvshmem.py -k 'far and not fuzz'"),
-    Run("proof-nvshmem-near", "NVSHMEM over P2P, peers that stores reach", 3, LIVING + "test_nvshmem.py -k 'near and not fuzz'"),
-    Run("proof-pieces", "blocks in pieces", 3, LIVING + "test_pieces_gpu.py"),
-    Run("proof-small", "steps of few tokens: bits, replays, streams, resets", 3, LIVING + "test_gpu.py -k 'not memcheck'"),
-    Run("proof-moe", "the MoE layer and its products", 3, LIVING + "test_moe_gpu.py"),
-    Run("proof-across", "nodes of one GPU, over tcp and shm, chaos among it", 2.5, LIVING + "test_across_nodes.py"),
-    Run("proof-large", "steps of many tokens", 2.5, LIVING + "test_large.py"),
-    Run("proof-nvshmem-fuzz", "NVSHMEM with delays from a seed", 2, LIVING + "test_nvshmem.py -k fuzz"),
-    Run("proof-hooks", "a kernel that spins on d.arrived", 2, LIVING + "test_hooks_gpu.py"),
     Run("proof-memcheck", "steps under compute-sanitizer", 2, LIVING + "test_gpu.py -k memcheck"),
     Run("proof-placement", "blocks in GPU memory", 2, LIVING + "test_placement.py"),
     Run("proof-efa", "software EFA NICs; PPLX_LIBFABRIC names a libfabric with efa", 2, LIVING + "test_efa.py"),
+    Run("proof-nvshmem-far", "NVSHMEM over P2P, peers that are put to", 1.7, LIVING + "test_nvshmem.py -k 'far and not fuzz'"),
+    Run("proof-across", "nodes of one GPU, over tcp and shm, chaos among it", 1.6, LIVING + "test_across_nodes.py"),
+    Run("proof-moe", "the MoE layer and its products", 1.5, LIVING + "test_moe_gpu.py"),
+    Run("proof-nvshmem-near", "NVSHMEM over P2P, peers that stores reach", 1.2, LIVING + "test_nvshmem.py -k 'near and not fuzz'"),
+    Run("proof-pieces", "blocks in pieces", 1.1, LIVING + "test_pieces_gpu.py"),
+    Run("proof-nvshmem-fuzz", "NVSHMEM with delays from a seed", 1.1, LIVING + "test_nvshmem.py -k fuzz"),
     Run("proof-open-steps", "eager steps among replays, refusals", 1, LIVING + "test_open_steps.py"),
     Run("proof-replicas", "ranks that hold the same tokens", 1, LIVING + "test_replicas.py"),
     Run("proof-nvshmem-else", "heap, doctor, an NVSHMEM of others", 1, LIVING + "test_nvshmem.py -k 'heap or doctor or already'"),
