@@ -120,22 +120,27 @@ def _derived(name: str, m: Microbenchmarks) -> Fabric:
     )
 
 
-def _p6(p5en: Fabric) -> Fabric:
-    """One NIC of twice the rate; nothing smaller was published, so the rest is p5en's."""
-    changed = {
-        "nics": Parameter("nics", 1, "", "the instance"),
-        "gbit_per_nic": Parameter(
-            "gbit_per_nic", p5en.value("gbit_per_nic") * 2, "Gbit/s", "assumed: the share of 400 Gbit/s that p5en gets of 200"
-        ),
-    }
+def _scaled(p5en: Fabric, name: str, what: str, nics: int, gbit: Parameter) -> Fabric:
+    """Other NICs of which nothing smaller than the bandwidth was published, so the rest is p5en's."""
+    changed = {"nics": Parameter("nics", nics, "", "the instance"), "gbit_per_nic": gbit}
     parameters = tuple(
         changed.get(p.name, Parameter(p.name, p.value, p.unit, "assumed: as on p5en" if p.name != "depth" else p.source))
         for p in p5en.parameters
     )
-    return Fabric(name="efa-p6", what="AWS p6-b200: EFA, 1 x 400 Gbit/s a GPU", parameters=parameters, microbenchmarks=None)
+    return Fabric(name=name, what=what, parameters=parameters, microbenchmarks=None)
 
 
-FABRICS: dict[str, Fabric] = {}
-for _fabric in (_derived("efa-p5en", EFA_P5EN), _derived("cx7", CX7)):
-    FABRICS[_fabric.name] = _fabric
-FABRICS["efa-p6"] = _p6(FABRICS["efa-p5en"])
+_P5EN, _CX7 = _derived("efa-p5en", EFA_P5EN), _derived("cx7", CX7)
+_P5_GBIT = Parameter("gbit_per_nic", 3108 / 32, "Gbit/s", "3108 of 3200 Gbit/s over 32 NICs, published by pplx-garden's author")
+_P6_GBIT = Parameter(
+    "gbit_per_nic", _P5EN.value("gbit_per_nic") * 2, "Gbit/s", "assumed: the share of 400 Gbit/s that p5en gets of 200"
+)
+FABRICS: dict[str, Fabric] = {
+    fabric.name: fabric
+    for fabric in (
+        _P5EN,
+        _CX7,
+        _scaled(_P5EN, "efa-p6", "AWS p6-b200: EFA, 1 x 400 Gbit/s a GPU", 1, _P6_GBIT),
+        _scaled(_P5EN, "efa-p5", "AWS p5: EFA of the generation before, 4 x 100 Gbit/s a GPU", 4, _P5_GBIT),
+    )
+}

@@ -45,16 +45,16 @@ def through(name: str, source: str, dispatch: tuple[float, float], combine: tupl
     return Kernels(name, source, *line(*dispatch), *line(*combine))
 
 
-# bench/results/h200-4-gpus.md and h200-large.md have the measured ones.
+# Fixed costs did not differ between two and four GPUs when both were last measured (bench/results/h200-2-gpus.md, h200-4-gpus.md).
 KERNELS = {
     k.name: k
     for k in (
         through(
             "measured",
-            "measured on 4 x H200 over NVLink, 1 token (16a169c) and 4096 tokens (9f47e96, Compact): dispatch 11.4 and 303 us, "
-            "combine 7.7 and 473 us",
-            (11.4, 302.9),
-            (7.7, 473.4),
+            "measured over NVLink, Compact: 1 token on 2 x H200 (6d48fd1, bench/results/h200-2-gpus.md), dispatch 6.8 and combine "
+            "5.4 us; 4096 tokens on 4 x H200 (9f47e96, bench/results/h200-large.md), 303 and 473 us",
+            (6.8, 302.9),
+            (5.4, 473.4),
         ),
         through(
             "bars",

@@ -8,7 +8,7 @@ from bench.harness.plot import pyplot
 from bench.model import published
 from bench.model.report import Ours
 
-COLOURS = {"efa-p5en": "#1f77b4", "cx7": "#d62728", "cx7, by GPUs": "#ff9896", "efa-p6": "#2ca02c"}
+COLOURS = {"efa-p5en": "#1f77b4", "cx7": "#d62728", "cx7, by GPUs": "#ff9896", "efa-p6": "#2ca02c", "efa-p5": "#9467bd"}
 
 
 def sums(of: Ours, fabric: str, tokens: int) -> list[tuple[int, float]]:

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 README = "pplx-garden, docs/fabric-lib.md, p50"
 README_PREFILL = "pplx-garden, docs/fabric-lib.md, prefill"
 AWS = "awsome-distributed-ai, pplx-garden benchmark on p5en"
+P5 = "another team's run of pplx-garden on p5"
 B200 = "whn09/pplx-garden-benchmark on p6-b200, 288 experts, p50"
 
 
@@ -32,10 +33,11 @@ DECODE = (
     Point("cx7", 32, 128, 153.9, 266.3, README),
     Point("cx7", 64, 128, 187.5, 309.1, README),
 )
-# Not in the paper: another team's run at twice the ranks, and an instance whose costs were never published.
+# Not in the paper: another team's run at twice the ranks, and instances whose costs were never published.
 BEYOND = (
     Point("efa-p5en", 128, 128, 424.5, 588.5, AWS),
     Point("efa-p6", 16, 128, 145.0, 221.0, B200, experts=288),
+    Point("efa-p5", 16, 128, 397.0, 517.0, P5),
 )
 # Others whose GPUs post to a ConnectX-7 of 400 Gbit/s themselves (IBGDA), 128 tokens. DeepEP's low-latency kernels send a row for
 # each expert, where ours go to a rank once. pplx-kernels sends so, too; its times fall as ranks are added, so something else than

@@ -137,7 +137,7 @@ def comparison(of: dict[str, list[Held]]) -> list[str]:
     lines += held(of["reference"])
     lines += [f"Point by point ({sources(published.DECODE)}):", ""]
     lines += held(of["decode"])
-    lines += [f"Beyond the paper ({sources(published.BEYOND)}). p6's costs are p5en's, scaled:", ""]
+    lines += [f"Beyond the paper ({sources(published.BEYOND)}). The costs of p6 and p5 are p5en's, scaled:", ""]
     lines += held(of["beyond"])
     lines += [
         f"GPUs that post themselves ({sources(published.BY_DEEPEP)}): DeepEP's low-latency",

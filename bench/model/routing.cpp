@@ -16,6 +16,7 @@ Config config_of(const Shape& shape, std::uint32_t rank) {
   c.hidden = shape.hidden;
   c.max_tokens = shape.tokens;
   c.wire = shape.wire;
+  c.on_gpu = true;
   return c;
 }
 
