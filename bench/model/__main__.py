@@ -10,41 +10,59 @@ import json
 import platform
 import sys
 import time
+from collections.abc import Iterator
 from datetime import datetime, timezone
 from pathlib import Path
+from typing import Any
 
 from bench.model import plot, published
 from bench.model.fabrics import FABRICS
 from bench.model.kernels import given
 from bench.model.predict import (
+    NODE,
     Held,
     Sensitivity,
     beside,
     deepep,
+    deepep_normal,
+    expected,
     garden,
+    grouped,
     microbenchmarks,
     of_gpus_that_post,
     of_many_ranks,
+    of_relays,
     ours,
     reference,
     sensitivity,
     shape,
+    stages,
     validation,
 )
-from bench.model.report import Ours, markdown, record
+from bench.model.report import Ours, markdown, record, relays
 from pplx_comm import __version__
 
 # The replay is there for comparison, where pplx-garden was ever run.
 REPLAYED = (16, 32, 64, 128)
 BY_GPU = ("cx7",)
 """Where GPUs can post to the NIC themselves, with transport="nvshmem"."""
+DEDUP: dict[str, dict[str, dict[str, Any]]] = {
+    "rank": {"": {}},
+    "node": {", by node": {"by_node": True}, ", by node, fp8": {"by_node": True, "combine_fp8": True}},
+}
 SENSITIVITY = ("efa-p5en", 64, 128)
+RELAYS = ("efa-p5en", 16, 4096)
 MANY_RANKS = ("efa-p5en", 1024, 128)
 POSTING = ("cx7, by GPUs", 64, 128)
 
 
 def numbers(text: str) -> list[int]:
     return [int(part) for part in text.split(",")]
+
+
+def routing(text: str) -> int:
+    """The number of groups; 0: uniform."""
+    return 0 if text == "uniform" else int(text.removeprefix("groups="))
 
 
 def parsed() -> argparse.Namespace:
@@ -54,6 +72,20 @@ def parsed() -> argparse.Namespace:
     parser.add_argument("--fabrics", default=",".join(FABRICS), help="which fabrics (%(default)s)")
     parser.add_argument("--ranks", type=numbers, default=[8, 16, 32, 64, 128, 256, 512, 1024], metavar="N,N,...")
     parser.add_argument("--tokens", type=numbers, default=[128, 4096], metavar="N,N,...", help="per rank; default 128,4096")
+    parser.add_argument(
+        "--dedup",
+        type=lambda text: text.split(","),
+        default="rank,node",
+        metavar="rank,node",
+        help="a row crosses the network once per rank, or once per node (both)",
+    )
+    parser.add_argument(
+        "--routing",
+        type=routing,
+        default=0,
+        metavar="uniform|groups=N",
+        help="choices in N of 8 groups, as DeepSeek routes (uniform)",
+    )
     parser.add_argument(
         "--kernels",
         type=given,
@@ -68,6 +100,8 @@ def parsed() -> argparse.Namespace:
     options.fabrics = options.fabrics.split(",")
     if unknown := [name for name in options.fabrics if name not in FABRICS]:
         parser.error(f"no fabric {', '.join(unknown)}; there are {', '.join(FABRICS)}")
+    if unknown := [name for name in options.dedup if name not in DEDUP]:
+        parser.error(f"--dedup takes {' and '.join(DEDUP)}, not {', '.join(unknown)}")
     return options
 
 
@@ -79,11 +113,15 @@ def points(options: argparse.Namespace) -> tuple[Ours, Ours]:
         for ranks in options.ranks:
             for name in options.fabrics:
                 at = time.monotonic()
-                s = shape(ranks, tokens)
-                predicted[name, ranks, tokens] = ours(FABRICS[name], s, kernels=options.kernels, seed=options.seed)
-                if name in BY_GPU:
-                    by_gpu = ours(FABRICS[name], s, kernels=options.kernels, seed=options.seed, by_gpu=True)
-                    predicted[f"{name}, by GPUs", ranks, tokens] = by_gpu
+                s = shape(ranks, tokens, groups=options.routing)
+                variants = {
+                    suffix: costs for d in options.dedup if d == "rank" or ranks > NODE for suffix, costs in DEDUP[d].items()
+                }
+                if name in BY_GPU and "rank" in options.dedup:
+                    variants[", by GPUs"] = {"by_gpu": True}
+                for suffix, costs in variants.items():
+                    mine = ours(FABRICS[name], s, kernels=options.kernels, seed=options.seed, **costs)
+                    predicted[name + suffix, ranks, tokens] = mine
                 if ranks in REPLAYED:
                     replayed[name, ranks, tokens] = garden(FABRICS[name], s, seed=options.seed)
                 print(f"{name} EP{ranks} {tokens} tokens: {time.monotonic() - at:.1f} s", file=sys.stderr, flush=True)
@@ -98,13 +136,23 @@ def held_against(options: argparse.Namespace) -> dict[str, list[Held]]:
         "beyond": list(validation(published.BEYOND, options.seed)),
         "posted": list(validation(published.BY_DEEPEP, options.seed, deepep)),
         "prefill": list(validation(published.PREFILL, options.seed)) if max(options.tokens) >= 4096 else [],
+        "by node": list(deepep_normal(options.seed)) if max(options.tokens) >= 4096 else [],
     }
 
 
+def by_node(options: argparse.Namespace) -> Iterator[str]:
+    if "node" in options.dedup and "efa-p5en" in options.fabrics and 128 in options.tokens:
+        fabric, kernels, seed = FABRICS["efa-p5en"], options.kernels, options.seed
+        where = [s for ranks in (16, 32, 64) for s in stages(fabric, ranks, kernels, seed)]
+        yield from relays(list(expected(fabric, options.tokens, kernels, seed)), where, grouped(fabric, kernels, seed))
+
+
 def asked(predicted: Ours, seed: int) -> dict[str, list[Sensitivity]]:
-    """Returns what parameters do at three points, of those that were predicted."""
+    """Returns what parameters do at four points, of those that were predicted."""
     found = {}
-    for point, ask in ((SENSITIVITY, sensitivity), (MANY_RANKS, of_many_ranks), (POSTING, of_gpus_that_post)):
+    for point, ask in (
+        (SENSITIVITY, sensitivity), (RELAYS, of_relays), (MANY_RANKS, of_many_ranks), (POSTING, of_gpus_that_post)
+    ):  # fmt: skip
         name, ranks, tokens = point
         if point in predicted:
             found[f"{name}, EP{ranks}, {tokens} tokens"] = list(ask(FABRICS[name.partition(",")[0]], ranks, tokens, seed))
@@ -133,6 +181,7 @@ def main() -> int:
             replayed=replayed,
             sensitivity=cases,
             gpus=gpus,
+            by_node=by_node(options),
         )
     )
     if options.json:

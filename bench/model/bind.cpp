@@ -7,7 +7,6 @@
 #include "garden.h"
 #include "micro.h"
 #include "ours.h"
-#include "protocol/block.h"
 #include "proxy/fabric.h"
 #include "rows.h"
 
@@ -22,49 +21,37 @@ void check(const Shape& shape, const FabricCosts& fabric) {
   Config c = config_of(shape, 0);
   if (const char* why = invalid(c)) throw py::value_error(why);
   if (shape.top_k > shape.experts) throw py::value_error("a token cannot choose more experts than there are");
+  if (shape.groups > kGroups || (shape.groups > 0 && (shape.experts % kGroups != 0 || shape.experts / kGroups < 2 ||
+      shape.groups * (shape.experts / kGroups) < shape.top_k)))
+    throw py::value_error("a token chooses among all its groups' experts, of 8 equal groups");
   if (shape.node_size == 0 || shape.ranks % shape.node_size != 0) throw py::value_error("nodes are of one size");
   if (fabric.nics < 1 || fabric.nics > static_cast<std::uint32_t>(kMaxEndpoints)) throw py::value_error("1 to 16 NICs a rank");
   if (fabric.bytes_per_us <= 0 || fabric.chunk_bytes == 0 || fabric.depth == 0)
     throw py::value_error("a NIC needs bandwidth, chunks and a queue");
 }
 
-std::vector<Result> run_ours(const Shape& shape, const FabricCosts& fabric, const OurCosts& costs, std::uint64_t seed) {
+std::vector<Result> ours(const Shape& shape, const FabricCosts& fabric, const OurCosts& costs, std::uint64_t seed) {
   check(shape, fabric);
-  const Routing routing = random_routing(shape, seed);
-  Ours ours(shape, routing, fabric, costs);
-  Result dispatch = ours.dispatch();
-  return {std::move(dispatch), ours.combine()};
+  if (costs.combine_fp8 && !costs.by_node) throw py::value_error("only relays send rows in FP8 back");
+  return run_ours(shape, random_routing(shape, seed), fabric, costs);
 }
 
-std::vector<Result> run_garden(const Shape& shape, const FabricCosts& fabric, const GardenCosts& costs, std::uint64_t seed) {
+// A dispatch, and its combine.
+template <typename Run>
+std::vector<Result> both(const Shape& shape, const FabricCosts& fabric, std::uint64_t seed, const Run& run) {
   check(shape, fabric);
+  const Routing routing = random_routing(shape, seed);
+  return {run(routing, Op::Dispatch), run(routing, Op::Combine)};
+}
+
+std::vector<Result> garden(const Shape& shape, const FabricCosts& fabric, const GardenCosts& costs, std::uint64_t seed) {
   if (shape.ranks == shape.node_size) throw py::value_error("on one node the replay has nothing to send");
-  const Routing routing = random_routing(shape, seed);
-  Garden garden(shape, routing, fabric, costs);
-  Result dispatch = garden.dispatch();
-  return {std::move(dispatch), garden.combine()};
+  return both(shape, fabric, seed, [&](const Routing& routing, Op op) { return run_garden(shape, routing, fabric, costs, op); });
 }
 
-std::vector<Result> run_rows(const Shape& shape, const FabricCosts& fabric, const RowsCosts& costs, std::uint64_t seed) {
-  check(shape, fabric);
-  const Routing routing = random_routing(shape, seed);
-  Rows rows(shape, routing, fabric, costs, seed);
-  Result dispatch = rows.dispatch();
-  return {std::move(dispatch), rows.combine()};
-}
-
-// The bytes that must have travelled between nodes: {dispatch, combine}, headers included.
-std::vector<std::uint64_t> bytes_between_nodes(const Shape& shape, std::uint64_t seed) {
-  const Routing routing = random_routing(shape, seed);
-  const Config c = config_of(shape, 0);
-  std::vector<std::uint64_t> bytes(2, 0);
-  for (std::uint32_t a = 0; a < shape.ranks; ++a)
-    for (std::uint32_t b = 0; b < shape.ranks; ++b)
-      if (!shape.same_node(a, b)) {
-        bytes[0] += block_layout(c, Op::Dispatch).bytes(routing.rows_to(a, b));
-        bytes[1] += block_layout(c, Op::Combine).bytes(routing.rows_to(a, b));
-      }
-  return bytes;
+std::vector<Result> rows(const Shape& shape, const FabricCosts& fabric, const RowsCosts& costs, std::uint64_t seed) {
+  return both(shape, fabric, seed,
+              [&](const Routing& routing, Op op) { return run_rows(shape, routing, fabric, costs, op, seed); });
 }
 
 }  // namespace
@@ -92,6 +79,7 @@ PYBIND11_MODULE(_model, m) {
       .def_readwrite("experts", &Shape::experts)
       .def_readwrite("top_k", &Shape::top_k)
       .def_readwrite("hidden", &Shape::hidden)
+      .def_readwrite("groups", &Shape::groups)
       .def_property(
           "fp8", [](const Shape& s) { return s.wire == Wire::FP8; },
           [](Shape& s, bool fp8) { s.wire = fp8 ? Wire::FP8 : Wire::Native; });
@@ -115,7 +103,12 @@ PYBIND11_MODULE(_model, m) {
       .def_readwrite("part_bytes", &OurCosts::part_bytes)
       .def_readwrite("by_gpu", &OurCosts::by_gpu)
       .def_readwrite("gpu_post_us", &OurCosts::gpu_post_us)
-      .def_readwrite("signal_us", &OurCosts::signal_us);
+      .def_readwrite("signal_us", &OurCosts::signal_us)
+      .def_readwrite("by_node", &OurCosts::by_node)
+      .def_readwrite("combine_fp8", &OurCosts::combine_fp8)
+      .def_readwrite("pass_on_us", &OurCosts::pass_on_us)
+      .def_readwrite("pull_us", &OurCosts::pull_us)
+      .def_readwrite("pull_bytes_per_us", &OurCosts::pull_bytes_per_us);
   py::class_<GardenCosts>(m, "GardenCosts")
       .def(py::init<>())
       .def_readwrite("first_us", &GardenCosts::first_us)
@@ -134,35 +127,20 @@ PYBIND11_MODULE(_model, m) {
   py::class_<Result>(m, "Result")
       .def_readonly("finished", &Result::finished)
       .def_readonly("posted", &Result::posted)
-      .def_readonly("free", &Result::free)
       .def_readonly("writes", &Result::writes)
-      .def_readonly("again", &Result::again)
       .def_readonly("bytes_posted", &Result::bytes_posted)
       .def_readonly("bytes_landed", &Result::bytes_landed)
-      .def_readonly("most_bytes_in", &Result::most_bytes_in)
       .def_readonly("host_us", &Result::host_us);
-  m.def("run_ours", &run_ours, py::arg("shape"), py::arg("fabric"), py::arg("costs"), py::arg("seed"), Unlocked(),
-        "A dispatch, and its combine.");
-  m.def("run_garden", &run_garden, py::arg("shape"), py::arg("fabric"), py::arg("costs"), py::arg("seed"), Unlocked());
-  m.def("run_rows", &run_rows, py::arg("shape"), py::arg("fabric"), py::arg("costs"), py::arg("seed"), Unlocked());
-  m.def("bytes_between_nodes", &bytes_between_nodes, py::arg("shape"), py::arg("seed"), Unlocked());
+  py::class_<Routing>(m, "Routing")
+      .def_readonly("ids", &Routing::ids)
+      .def("rows_to", &Routing::rows_to)
+      .def("rows_to_node", &Routing::rows_to_node);
+  m.def("random_routing", &random_routing, py::arg("shape"), py::arg("seed"), Unlocked());
+  m.def("run_ours", &ours, py::arg("shape"), py::arg("fabric"), py::arg("costs"), py::arg("seed"), Unlocked());
+  m.def("run_garden", &garden, py::arg("shape"), py::arg("fabric"), py::arg("costs"), py::arg("seed"), Unlocked());
+  m.def("run_rows", &rows, py::arg("shape"), py::arg("fabric"), py::arg("costs"), py::arg("seed"), Unlocked());
   m.def("single_write_us", &single_write_us, py::arg("fabric"), py::arg("submit_us"), py::arg("bytes"));
   m.def("paged_writes_us", &paged_writes_us, py::arg("fabric"), py::arg("submit_us"), py::arg("bytes"), py::arg("pages"));
-  m.def(
-      "bare_writes",
-      [](const FabricCosts& fabric, std::uint32_t ranks, const std::vector<std::tuple<double, std::uint32_t, std::uint32_t,
-         std::uint32_t, std::uint64_t>>& writes) {
-        std::vector<BareWrite> all;
-        for (const auto& [at, source, target, nic, bytes] : writes) {
-          if (source >= ranks || target >= ranks || nic >= fabric.nics) throw py::value_error("there is no such rank or NIC");
-          all.push_back({at, source, target, nic, bytes});
-        }
-        std::vector<std::pair<double, double>> times;
-        for (const Times& t : bare_writes(fabric, ranks, all)) times.emplace_back(t.landed, t.acknowledged);
-        return times;
-      },
-      py::arg("fabric"), py::arg("ranks"), py::arg("writes"),
-      "Writes of (at, source, target, nic, bytes): when each landed and was acknowledged.");
 }
 
 }  // namespace pplx::model

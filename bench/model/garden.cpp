@@ -7,26 +7,24 @@
 namespace pplx::model {
 namespace {
 
-enum Kind : std::uint32_t { kRoute, kDispatch, kCombine, kBarrier };
+enum class Kind : std::uint32_t { Route, Dispatch, Combine, Barrier };
 
 constexpr std::uint64_t kImmediateOnly = 0;
 
-}  // namespace
-
-struct Garden::World final : Ranks {
+struct World final : Ranks {
   struct Rank {
     explicit Rank(Writer thread) : writer(std::move(thread)) {}
     Writer writer;
     std::uint32_t counts[4] = {};     // immediates read, by kind
-    double routed = 0;                // when the routes were known; 0: not yet
+    bool known = false;               // the routes are
+    double routed = 0;                // and since when
     double payload = 0;               // when the last payload was read
     std::uint32_t expected = 0;       // payload writes
     double finished = 0;
-    double free = 0;
   };
 
-  World(const Shape& s, const Routing& r, const FabricCosts& f, const GardenCosts& c)
-      : shape(s), routing(r), costs(c), simulation(f, s.ranks) {
+  World(const Shape& s, const Routing& r, const FabricCosts& f, const GardenCosts& c, Kind k)
+      : shape(s), routing(r), costs(c), kind(k), simulation(f, s.ranks) {
     for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) ranks.emplace_back(Writer(simulation, rank));
   }
 
@@ -53,7 +51,7 @@ struct Garden::World final : Ranks {
     m.source = from;
     m.target = to;
     m.nic = nic;
-    m.immediate = kind;
+    m.immediate = static_cast<std::uint32_t>(kind);
     m.bytes = bytes;
     return m;
   }
@@ -84,26 +82,21 @@ struct Garden::World final : Ranks {
     return copies > costs.private_copies ? copies - costs.private_copies : 0;
   }
 
-  void start(Kind which) {
-    kind = which;
+  void start() {
     for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) {
       Rank& here = ranks[rank];
-      here.expected = 0;
-      here.routed = here.payload = here.finished = here.free = 0;
-      for (std::uint32_t& count : here.counts) count = 0;
-      here.writer.busy_us = 0;
       const std::vector<std::uint32_t> peers = remote(rank);
-      const double at = begin + costs.first_us;
-      if (kind == kCombine) {
-        here.routed = begin;
+      const double at = costs.first_us;
+      if (kind == Kind::Combine) {
+        here.known = true;
         here.expected = static_cast<std::uint32_t>(peers.size()) * simulation.costs().nics;
-        submit(rank, at, by_bytes(rank, peers, kCombine,
+        submit(rank, at, by_bytes(rank, peers, Kind::Combine,
                                   [&](std::uint32_t peer) { return routing.copies_to(peer, rank) * combine_row(); }));
         continue;
       }
       for (const std::uint32_t peer : peers) here.expected += 1 + (overflow(peer, rank) > 0 ? simulation.costs().nics : 0);
-      submit(rank, at, by_peers(rank, others(rank), kRoute, [&](std::uint32_t) { return std::uint64_t{shape.experts} * 4; }));
-      submit(rank, at, by_peers(rank, peers, kDispatch, [&](std::uint32_t peer) {
+      submit(rank, at, by_peers(rank, others(rank), Kind::Route, [&](std::uint32_t) { return std::uint64_t{shape.experts} * 4; }));
+      submit(rank, at, by_peers(rank, peers, Kind::Dispatch, [&](std::uint32_t peer) {
                return std::min(routing.copies_to(rank, peer), costs.private_copies) * dispatch_row();
              }));
     }
@@ -118,15 +111,14 @@ struct Garden::World final : Ranks {
 
   void arrived(std::uint32_t rank, Kind what, double at) {
     Rank& here = ranks[rank];
-    const std::uint32_t count = ++here.counts[what];
-    if (what == kRoute && count == shape.ranks - 1) route(rank, at);
+    const std::uint32_t count = ++here.counts[static_cast<int>(what)];
+    if (what == Kind::Route && count == shape.ranks - 1) route(rank, at);
     if (what == kind) here.payload = at;
-    if (what == kBarrier && count == shape.ranks - 1) here.free = at;
-    if (what != kBarrier && here.finished == 0 && here.routed > 0 && here.counts[kind] == here.expected) {
-      const double tail = kind == kDispatch ? costs.dispatch_tail_us : costs.combine_tail_us;
+    if (what != Kind::Barrier && here.finished == 0 && here.known && here.counts[static_cast<int>(kind)] == here.expected) {
+      const double tail = kind == Kind::Dispatch ? costs.dispatch_tail_us : costs.combine_tail_us;
       here.finished = std::max(here.payload, here.routed) + costs.flag_us + tail;
       WriteList barrier(simulation.costs().nics);
-      for (const std::uint32_t peer : others(rank)) barrier[0].push_back(message(rank, peer, 0, kBarrier, kImmediateOnly));
+      for (const std::uint32_t peer : others(rank)) barrier[0].push_back(message(rank, peer, 0, Kind::Barrier, kImmediateOnly));
       submit(rank, here.finished + costs.flag_us, std::move(barrier));
     }
   }
@@ -134,51 +126,44 @@ struct Garden::World final : Ranks {
   void route(std::uint32_t rank, double at) {
     std::uint64_t received = 0;
     for (std::uint32_t source = 0; source < shape.ranks; ++source) received += routing.copies_to(source, rank);
+    ranks[rank].known = true;
     ranks[rank].routed = at + static_cast<double>(received) * costs.route_row_us;
     std::vector<std::uint32_t> peers;
     for (const std::uint32_t peer : remote(rank))
       if (overflow(rank, peer) > 0) peers.push_back(peer);
     if (!peers.empty())
       submit(rank, ranks[rank].routed,
-             by_bytes(rank, peers, kDispatch, [&](std::uint32_t peer) { return overflow(rank, peer) * dispatch_row(); }));
+             by_bytes(rank, peers, Kind::Dispatch, [&](std::uint32_t peer) { return overflow(rank, peer) * dispatch_row(); }));
   }
 
-  Result run(Kind which) {
+  Result run() {
+    start();
+    simulation.run(*this);
     Result result;
-    const std::vector<std::uint64_t> before = bytes_in(simulation, shape.ranks);
-    for (const Rank& rank : ranks) {
-      result.writes -= rank.writer.writes;
-      result.bytes_posted -= rank.writer.bytes;
-    }
-    begin = end + 1;
-    start(which);
-    end = simulation.run(*this);
     for (const Rank& rank : ranks) {
       if (rank.finished == 0) throw std::logic_error("a rank did not finish");
-      result.finished.push_back(rank.finished - begin);
-      result.posted = std::max(result.posted, rank.writer.last_post - begin);
-      result.free = std::max(result.free, rank.free - begin);
+      result.finished.push_back(rank.finished);
+      result.posted = std::max(result.posted, rank.writer.last_post);
       result.writes += rank.writer.writes;
       result.bytes_posted += rank.writer.bytes;
       result.host_us = std::max(result.host_us, rank.writer.busy_us);
     }
-    note_bytes(result, before, bytes_in(simulation, shape.ranks));
+    result.bytes_landed = simulation.bytes_landed();
     return result;
   }
 
-  const Shape shape;
+  const Shape& shape;
   const Routing& routing;
-  const GardenCosts costs;
+  const GardenCosts& costs;
+  const Kind kind;
   Simulation simulation;
   std::vector<Rank> ranks;
-  Kind kind = kDispatch;
-  double begin = 0, end = 0;
 };
 
-Garden::Garden(const Shape& shape, const Routing& routing, const FabricCosts& fabric, const GardenCosts& costs)
-    : world_(std::make_unique<World>(shape, routing, fabric, costs)) {}
-Garden::~Garden() = default;
-Result Garden::dispatch() { return world_->run(kDispatch); }
-Result Garden::combine() { return world_->run(kCombine); }
+}  // namespace
+
+Result run_garden(const Shape& shape, const Routing& routing, const FabricCosts& fabric, const GardenCosts& costs, Op op) {
+  return World(shape, routing, fabric, costs, op == Op::Dispatch ? Kind::Dispatch : Kind::Combine).run();
+}
 
 }  // namespace pplx::model

@@ -8,10 +8,8 @@
 // first write on every NIC at once and then up to 32 a round, and what each step waits for.
 #pragma once
 
-#include <memory>
-
-#include "result.h"
 #include "routing.h"
+#include "simulation.h"
 
 namespace pplx::model {
 
@@ -25,16 +23,6 @@ struct GardenCosts {
   std::uint32_t private_copies = 256;
 };
 
-class Garden {
- public:
-  Garden(const Shape& shape, const Routing& routing, const FabricCosts& fabric, const GardenCosts& costs);
-  ~Garden();
-  Result dispatch();
-  Result combine();
-
- private:
-  struct World;
-  std::unique_ptr<World> world_;
-};
+Result run_garden(const Shape& shape, const Routing& routing, const FabricCosts& fabric, const GardenCosts& costs, Op op);
 
 }  // namespace pplx::model

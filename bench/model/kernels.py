@@ -80,6 +80,12 @@ DEEPEP_SOURCE = (
 DEEPEP_DISPATCH, DEEPEP_COMBINE = of_copies(17.8, 31.9), of_copies(26.0, 46.7)
 
 
+# DeepEP V1's normal mode on 8 GPUs of one node, 4096 tokens: what the NVLink of an H800 lets through by its README, and a combine
+# on 24 multiprocessors of an H200 (aiconfigurator). Fixed: 1 token on the H200.
+NORMAL_H800 = Kernels("H800", "153 and 158 GB/s over NVLink", 26.7, 7392 / 153e3, 47.1, 14336 / 158e3)
+NORMAL_HOPPER = Kernels("H200", "979 us", 26.7, 7392 / 319e3, 47.1, (979 - 47.1) / (4096 * distinct_ranks(8)))
+
+
 def given(text: str) -> Kernels:
     """Parses a name, or four numbers: dispatch fixed and per row, combine fixed and per row."""
     if text in KERNELS:

@@ -32,14 +32,6 @@ Message to_other(std::uint32_t nic, std::uint64_t bytes) {
   return m;
 }
 
-struct Bare final : Ranks {
-  explicit Bare(std::size_t writes) : times(writes) {}
-  void landed(double now, const Message& message) override { times[message.context].landed = now; }
-  void acknowledged(double now, const Message& message) override { times[message.context].acknowledged = now; }
-  void woken(double, std::uint32_t) override {}
-  std::vector<Times> times;
-};
-
 }  // namespace
 
 double single_write_us(const FabricCosts& fabric, double submit_us, std::uint64_t bytes) {
@@ -55,22 +47,6 @@ double paged_writes_us(const FabricCosts& fabric, double submit_us, std::uint64_
     list[nic].push_back(to_other(nic, bytes));
   }
   return Source(fabric).run(submit_us, std::move(list));
-}
-
-std::vector<Times> bare_writes(const FabricCosts& fabric, std::uint32_t ranks, const std::vector<BareWrite>& writes) {
-  Simulation simulation(fabric, ranks);
-  Bare bare(writes.size());
-  for (std::size_t i = 0; i < writes.size(); ++i) {
-    Message m;
-    m.source = writes[i].source;
-    m.target = writes[i].target;
-    m.nic = writes[i].nic;
-    m.bytes = writes[i].bytes;
-    m.context = i;
-    simulation.post(writes[i].at, m);
-  }
-  simulation.run(bare);
-  return bare.times;
 }
 
 }  // namespace pplx::model

@@ -2,9 +2,13 @@
 
 #include <sys/mman.h>
 
+#include <algorithm>
+#include <memory>
 #include <new>
+#include <stdexcept>
 #include <string>
 #include <utility>
+#include <vector>
 
 #include "host/atomic.h"
 #include "protocol/immediate.h"
@@ -56,7 +60,7 @@ class ModelFabric final : public Fabric {
     if (simulation_.under_way(rank_, nic) >= costs_.depth) return Post::Again;
     Message message;
     message.source = rank_;
-    message.target = static_cast<std::uint32_t>(write.peer);
+    message.target = targets[static_cast<std::uint32_t>(write.peer)];
     message.nic = nic;
     message.bytes = write.bytes;
     message.immediate = write.immediate;
@@ -81,6 +85,7 @@ class ModelFabric final : public Fabric {
   double clock = 0, last_post = 0;
   std::deque<Completion> inbox;                             // completions that the NICs have written for the host
   std::vector<std::pair<std::uint32_t, double>> seen;       // immediates that the proxy has read, and when
+  std::vector<std::uint32_t> targets;                       // indexed by peer
 
  private:
   Simulation& simulation_;
@@ -89,9 +94,8 @@ class ModelFabric final : public Fabric {
   const double write_us_;
 };
 
-}  // namespace
-
-struct Ours::World final : Ranks {
+// Peers are ranks, or by node nodes, each with this rank's relay there.
+struct World final : Ranks {
   struct Mail {
     double at;
     std::uint32_t peer, rows, parts;
@@ -101,19 +105,35 @@ struct Ours::World final : Ranks {
     Message message;
   };
   struct Arrival {
-    double at;
+    double at, rows;
+    bool pulled;
+  };
+  // A mate's partial sums for one source, stored at this relay row after row.
+  struct Partials {
+    double begin, hop_us;
     std::uint32_t rows;
   };
-  struct Rank {
+  // A rank in an operation.
+  struct State {
+    std::vector<Mail> mail;             // the kernel's announcements, in order
+    std::size_t announced = 0;
+    std::vector<std::uint32_t> parts;   // indexed by peer: parts of its block that the kernel has heard of
+    std::vector<std::vector<Partials>> partials;   // indexed by node, of its rank of this rail
+    std::vector<Arrival> arrivals;      // as the kernel sees them: of blocks, or of their parts
+    std::uint32_t blocks = 0;           // that are there
+    double sent = 0;                    // when the send kernel is done, a relay's work included
+    double busy_us = 0;                 // the proxy's thread
+  };
+  struct Rank : State {
     Rank(World& world, std::uint32_t rank)
-        : config(config_of_rank(world.shape, world.costs, rank)),
+        : config(world.config_of_rank(rank)),
           heap(heap_of(config)),
           pages(heap.bytes),
           fabric(world.simulation, rank, world.simulation.costs().post_us + world.costs.block_us),
           proxy(fabric, world.costs.shard_bytes) {}
 
-    void take(double at, std::uint32_t rows, bool completes) {
-      arrivals.push_back({at, rows});
+    void take(double at, double rows, bool completes, bool pulled = false) {
+      arrivals.push_back({at, rows, pulled});
       blocks += completes ? 1 : 0;
     }
 
@@ -122,14 +142,7 @@ struct Ours::World final : Ranks {
     Pages pages;
     ModelFabric fabric;
     Proxy proxy;
-    std::vector<Mail> mail;             // the kernel's announcements, in order
-    std::size_t announced = 0;
-    std::vector<std::uint32_t> parts;   // indexed by source: parts of its block that the kernel has heard of
-    std::vector<Arrival> arrivals;      // as the kernel sees them: of blocks, or of their parts
-    std::uint32_t blocks = 0;           // that are there
-    double sent = 0;                    // when the send kernel is done
     bool running = false;               // a wake is to come, and the thread is busy until then
-    double busy_us = 0;
     std::uint32_t remote = 0;
   };
 
@@ -141,70 +154,128 @@ struct Ours::World final : Ranks {
       ProxyObject object;
       object.config = here.config;
       object.memory = here.pages.data();
-      object.peers.resize(shape.ranks);
-      for (std::uint32_t peer = 0; peer < shape.ranks; ++peer)
-        if (!shape.same_node(rank, peer)) {
+      object.peers.resize(peers());
+      for (std::uint32_t peer = 0; peer < peers(); ++peer) {
+        here.fabric.targets.push_back(costs.by_node ? peer * shape.node_size + rank % shape.node_size : peer);
+        if (!shape.same_node(rank, here.fabric.targets[peer])) {
           object.peers[peer] = std::make_unique<RemoteRegion>();
           ++here.remote;
         }
+      }
       here.proxy.attach(std::move(object));
     }
   }
 
+  std::uint32_t peers() const { return costs.by_node ? shape.nodes() : shape.ranks; }
+  std::uint32_t peer_of(std::uint32_t rank) const { return costs.by_node ? shape.node_of(rank) : rank; }
+
   // A heap where only the words matter. Whole blocks, whose size does not follow from a slot's, are of one row: so 1,024 heaps fit.
-  static Config config_of_rank(const Shape& shape, const OurCosts& costs, std::uint32_t rank) {
-    Config c = config_of(shape, rank);
+  Config config_of_rank(std::uint32_t rank) const {
+    Config c = config_of(shape, peer_of(rank));
+    c.world = peers();
     c.part_bytes = costs.part_bytes;
     if (c.part_bytes == 0) c.max_tokens = 1;
     return c;
   }
 
-  std::uint32_t rows(Op op, std::uint32_t from, std::uint32_t to) const {
+  // Rows that `from` makes for `to`, and those of the block that crosses the network.
+  std::uint32_t rows(std::uint32_t from, std::uint32_t to) const {
     return op == Op::Dispatch ? routing.rows_to(from, to) : routing.rows_to(to, from);
+  }
+  std::uint32_t block_rows(std::uint32_t from, std::uint32_t to) const {
+    if (!costs.by_node) return rows(from, to);
+    return op == Op::Dispatch ? routing.rows_to_node(from, shape.node_of(to)) : routing.rows_to_node(to, shape.node_of(from));
   }
   std::uint64_t* word(Rank& rank, std::uint64_t at) const { return reinterpret_cast<std::uint64_t*>(rank.pages.data() + at); }
 
-  // The send kernels. A dispatch stores token after token, so all blocks fill at one pace; a combine stores block after block, rank
-  // + 1's first, its own last.
-  void start(Op op_, double begin_) {
-    op = op_;
-    begin = begin_;
-    const KernelTime send = op == Op::Dispatch ? costs.dispatch_send : costs.combine_send;
+  // The send kernels. A dispatch stores token after token, so all blocks fill at one pace. A combine stores block after block: rank
+  // + 1's first, its own last; by node, the next node's ranks first, its own node's last.
+  void start() {
     for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) {
       Rank& here = *ranks[rank];
+      const bool relayed = costs.by_node && op == Op::Combine;
+      const std::uint32_t first = costs.by_node ? (shape.node_of(rank) + 1) * shape.node_size : rank + 1;
+      std::vector<std::pair<std::uint32_t, std::uint32_t>> to;   // ranks, and rows to store
       std::uint64_t all = 0, before = 0;
-      for (std::uint32_t peer = 0; peer < shape.ranks; ++peer) all += rows(op, rank, peer);
-      for (std::uint32_t i = 1; i <= shape.ranks; ++i) {
-        const std::uint32_t peer = (rank + i) % shape.ranks, n = rows(op, rank, peer);
+      for (std::uint32_t i = 0; i < shape.ranks; ++i) {
+        const std::uint32_t peer = (first + i) % shape.ranks;
+        const bool near = shape.same_node(rank, peer);
+        if (costs.by_node && !relayed && !near && here.fabric.targets[peer_of(peer)] != peer) continue;
+        to.emplace_back(peer, near || relayed ? rows(rank, peer) : block_rows(rank, peer));
+        all += to.back().second;
+      }
+      for (const auto& block : to) {
+        const std::uint32_t peer = block.first, n = block.second;
         const auto stored = [&](std::uint32_t of_it) {
           const double rows_before = op == Op::Combine ? before + of_it : n == 0 ? 0 : static_cast<double>(all) * of_it / n;
           return begin + send.fixed_us + rows_before * send.row_us;
         };
-        if (shape.same_node(rank, peer))
+        if (shape.same_node(rank, peer)) {
           ranks[peer]->take(stored(n) + (peer == rank ? 0 : costs.mapped_us), n, true);
-        else
-          for_each_part(here, n, [&](std::uint32_t part, std::uint32_t first, std::uint32_t rows_in) {
-            const double at = stored(rows_in);
-            if (costs.by_gpu)
-              post_by_gpu(here, peer, part, first, rows_in, at + costs.gpu_post_us);
-            else
-              here.mail.push_back({at + costs.mailbox_us, peer, n, part + 1});
+        } else if (relayed) {
+          const std::uint32_t relay = shape.node_of(rank) * shape.node_size + peer % shape.node_size;
+          ranks[relay]->partials[shape.node_of(peer)].push_back({stored(0), relay == rank ? 0 : costs.mapped_us, n});
+        } else {
+          for_each_part(here, n, [&](std::uint32_t part, std::uint32_t first_row, std::uint32_t end_row) {
+            hand_over(here, peer, n, part, first_row, end_row, stored(end_row));
           });
+        }
         before += n;
       }
       here.sent = begin + send.fixed_us + all * send.row_us;
-      std::stable_sort(posts.begin(), posts.end(), [](const Posted& a, const Posted& b) { return a.at < b.at; });
-      for (const Posted& post : posts) simulation.post(post.at, post.message);
-      posts.clear();
-      std::stable_sort(here.mail.begin(), here.mail.end(), [](const Mail& a, const Mail& b) { return a.at < b.at; });
-      if (!here.mail.empty()) wake_for(here, here.mail.front().at);
     }
+    if (costs.by_node && op == Op::Combine)
+      for (const std::unique_ptr<Rank>& here : ranks) relay(*here);
+    for (const std::unique_ptr<Rank>& here : ranks) {
+      std::stable_sort(here->mail.begin(), here->mail.end(), [](const Mail& a, const Mail& b) { return a.at < b.at; });
+      if (!here->mail.empty()) wake_for(*here, here->mail.front().at);
+    }
+    std::stable_sort(posts.begin(), posts.end(), [](const Posted& a, const Posted& b) { return a.at < b.at; });
+    for (const Posted& post : posts) simulation.post(post.at, post.message);
+  }
+
+  // Once it has sent, a relay adds the partial sums of sources on other nodes, part by part as all mates have stored them.
+  void relay(Rank& here) {
+    struct Sum {
+      double ready, partials;
+      std::uint32_t node, part, first, end;
+    };
+    std::vector<Sum> sums;
+    for (std::uint32_t node = 0; node < shape.nodes(); ++node) {
+      if (here.partials[node].empty()) continue;
+      const std::uint32_t n = block_rows(rank_of(here), here.fabric.targets[node]);
+      for_each_part(here, n, [&](std::uint32_t part, std::uint32_t first, std::uint32_t end) {
+        Sum sum{0, 0, node, part, first, end};
+        for (const Partials& mate : here.partials[node]) {
+          const double share = n == 0 ? 0 : static_cast<double>(mate.rows) / n;
+          sum.ready = std::max(sum.ready, mate.begin + mate.hop_us + share * end * send.row_us);
+          sum.partials += share * (end - first);
+        }
+        sums.push_back(sum);
+      });
+    }
+    std::stable_sort(sums.begin(), sums.end(), [](const Sum& a, const Sum& b) { return a.ready < b.ready; });
+    for (const Sum& sum : sums) {
+      const std::uint32_t peer = here.fabric.targets[sum.node];
+      here.sent = std::max(here.sent, sum.ready) + sum.partials * recv.row_us + (sum.end - sum.first) * send.row_us;
+      hand_over(here, peer, block_rows(rank_of(here), peer), sum.part, sum.first, sum.end, here.sent);
+    }
+  }
+  std::uint32_t rank_of(const Rank& here) const { return here.fabric.targets[here.config.rank]; }
+
+  // To the proxy, or to the NIC: rows [first, end) of a block of n.
+  void hand_over(Rank& here, std::uint32_t peer, std::uint32_t n, std::uint32_t part, std::uint32_t first, std::uint32_t end,
+                 double at) {
+    if (costs.by_gpu)
+      post_by_gpu(here, peer, part, first, end, at + costs.gpu_post_us);
+    else
+      here.mail.push_back({at + costs.mailbox_us, peer_of(peer), n, part + 1});
   }
 
   // visit(part, before which row it begins, before which it ends), of a block of n rows; one that is whole is a part.
   template <typename Visit>
   void for_each_part(const Rank& here, std::uint32_t n, const Visit& visit) const {
-    const PartSizes sizes = part_sizes(here.config, op);
+    const PartSizes sizes = part_sizes(here.config, wire);
     const std::uint32_t parts = here.heap.in_parts ? sizes.count(n) : 1;
     for (std::uint32_t part = 0; part < parts; ++part)
       visit(part, part == 0 ? 0 : sizes.begin(part), part + 1 == parts ? n : sizes.begin(part + 1));
@@ -212,25 +283,25 @@ struct Ours::World final : Ranks {
 
   // A put with a signal, of the rows [first, end). The warp that completes a part posts it, so no warp waits for another's post.
   void post_by_gpu(Rank& here, std::uint32_t peer, std::uint32_t part, std::uint32_t first, std::uint32_t end, double at) {
-    const BlockLayout layout = block_layout(config_of(shape, here.config.rank), op);
+    Config c = here.config;
+    c.max_tokens = shape.tokens;
+    const BlockLayout layout = block_layout(c, wire);
     Message message;
-    message.source = here.config.rank;
+    message.source = rank_of(here);
     message.target = peer;
-    message.nic = peer % simulation.costs().nics;
+    message.nic = peer_of(peer) % simulation.costs().nics;
     message.bytes = layout.bytes(end) - (part == 0 ? 0 : layout.row_at(first));
-    message.context = end - first;
+    message.context = std::uint64_t{first} << 32 | end;
     posts.push_back({at, message});
     here.fabric.last_post = std::max(here.fabric.last_post, at);
-    ++writes_by_gpu;
-    bytes_by_gpu += message.bytes;
+    ++result.writes;
+    result.bytes_posted += message.bytes;
   }
 
   void landed(double now, const Message& message) override {
     if (costs.by_gpu) {
-      Rank& here = *ranks[message.target];
-      const std::uint32_t n = rows(op, message.source, message.target);
-      const std::uint32_t parts = here.heap.in_parts ? part_sizes(here.config, op).count(n) : 1;
-      here.take(now + costs.signal_us, static_cast<std::uint32_t>(message.context), ++here.parts[message.source] == parts);
+      const auto first = static_cast<std::uint32_t>(message.context >> 32), end = static_cast<std::uint32_t>(message.context);
+      arrived(*ranks[message.target], peer_of(message.source), first, end, now + costs.signal_us);
       return;
     }
     Completion completion;
@@ -253,7 +324,7 @@ struct Ours::World final : Ranks {
   }
   // An idle thread that polls is on average half a round away from looking.
   void wake_for(const Rank& here, double at) {
-    simulation.wake(std::max(at + round_us(here) / 2, here.fabric.clock), here.config.rank);
+    simulation.wake(std::max(at + round_us(here) / 2, here.fabric.clock), rank_of(here));
   }
   double scan_us(const Rank& here) const { return costs.word_us * kOps * here.remote; }
   double round_us(const Rank& here) const { return scan_us(here) + simulation.costs().poll_us * simulation.costs().nics; }
@@ -265,7 +336,7 @@ struct Ours::World final : Ranks {
     for (; here.announced < here.mail.size() && here.mail[here.announced].at <= now; ++here.announced) {
       const Mail& mail = here.mail[here.announced];
       std::uint64_t last = 0;   // as a block that is never written again
-      announce<HostAtomics>(mailbox_entry(here.heap, here.config, here.pages.data(), kStep, op, mail.peer), 1,
+      announce<HostAtomics>(mailbox_entry(here.heap, here.config, here.pages.data(), kStep, wire, mail.peer), 1,
                             {kStep, mail.rows, false, mail.parts}, last);
     }
     here.fabric.clock = now + scan_us(here);
@@ -283,83 +354,97 @@ struct Ours::World final : Ranks {
   // The kernel hears what the proxy has raised: a block's arrival word, if this immediate was its last shard's, or a count of
   // parts.
   void raise(Rank& here, const Immediate& immediate, double at) {
-    const std::uint32_t n = rows(immediate.op, immediate.source, here.config.rank);
+    const std::uint32_t source = immediate.source;
+    const std::uint32_t n = block_rows(here.fabric.targets[source], rank_of(here));
     if (here.heap.in_parts) {
-      const PartSizes sizes = part_sizes(here.config, immediate.op);
-      const std::uint64_t counted =
-          *word(here, here.heap.count_at(here.config, here.heap.pieces, 0, immediate.op, immediate.source));
+      const PartSizes sizes = part_sizes(here.config, wire);
+      const std::uint64_t counted = *word(here, here.heap.count_at(here.config, here.heap.pieces, 0, wire, source));
       const std::uint32_t there = pieces_in(counted, 1, kStep), all = sizes.count(n);
-      for (std::uint32_t& known = here.parts[immediate.source]; known < there; ++known) {
-        const std::uint32_t end = known + 1 == all ? n : sizes.begin(known + 1);
-        here.take(at + costs.arrival_us, end - std::min(n, sizes.begin(known)), known + 1 == all);
-      }
+      for (std::uint32_t known = here.parts[source]; known < there; ++known)
+        arrived(here, source, std::min(n, sizes.begin(known)), known + 1 == all ? n : sizes.begin(known + 1),
+                at + costs.arrival_us);
       return;
     }
-    std::uint64_t& raised = *word(here, here.heap.arrival_at(here.config, 0, signal_of(immediate.op), immediate.source));
+    std::uint64_t& raised = *word(here, here.heap.arrival_at(here.config, 0, signal_of(wire), source));
     if (raised != arrival_word(1, kStep)) return;
     raised = 0;   // ours alone to read, so that a block counts once
-    here.take(at + costs.arrival_us, n, true);
+    arrived(here, source, 0, n, at + costs.arrival_us);
+  }
+
+  // Rows [first, end) of a peer's block are there. By node, a dispatch's are passed on: each mate pulls its share of them.
+  void arrived(Rank& here, std::uint32_t peer, std::uint32_t first, std::uint32_t end, double at) {
+    const std::uint32_t source = here.fabric.targets[peer], n = block_rows(source, rank_of(here));
+    const bool completes = ++here.parts[peer] == (here.heap.in_parts ? part_sizes(here.config, wire).count(n) : 1);
+    if (!costs.by_node || op == Op::Combine) return here.take(at, end - first, completes);
+    for (std::uint32_t i = 0; i < shape.node_size; ++i) {
+      const std::uint32_t mate = shape.node_of(rank_of(here)) * shape.node_size + i;
+      const double share = n == 0 ? 0 : static_cast<double>(rows(source, mate)) / n;
+      const bool pulled = mate != rank_of(here);
+      ranks[mate]->take(at + (pulled ? costs.pass_on_us + costs.pull_us : 0), share * (end - first), completes, pulled);
+    }
   }
 
   // The same GPU receives rows as they come, once it has sent its own.
   double finish(Rank& here) {
-    const KernelTime recv = op == Op::Dispatch ? costs.dispatch_recv : costs.combine_recv;
     std::sort(here.arrivals.begin(), here.arrivals.end(), [](const Arrival& a, const Arrival& b) { return a.at < b.at; });
+    const double pull_us = std::max(recv.row_us, block_layout(config_of(shape, 0), wire).row_bytes / costs.pull_bytes_per_us);
     double busy = here.sent;
-    for (const Arrival& arrival : here.arrivals) busy = std::max(busy, arrival.at) + arrival.rows * recv.row_us;
+    for (const Arrival& arrival : here.arrivals)
+      busy = std::max(busy, arrival.at) + arrival.rows * (arrival.pulled ? pull_us : recv.row_us);
     return busy + recv.fixed_us - begin;
   }
 
-  Result run(Op which) {
-    Result result;
-    writes_by_gpu = bytes_by_gpu = 0;
-    const std::vector<std::uint64_t> before = bytes_in(simulation, shape.ranks);
+  Result run(Op what, Op by) {
+    op = what;
+    wire = by;
+    send = op == Op::Dispatch ? costs.dispatch_send : costs.combine_send;
+    recv = op == Op::Dispatch ? costs.dispatch_recv : costs.combine_recv;
+    begin = end;
+    result = {};
+    posts.clear();
     for (const std::unique_ptr<Rank>& rank : ranks) {
-      rank->mail.clear();
-      rank->arrivals.clear();
-      rank->blocks = 0;
-      rank->announced = 0;
-      rank->parts.assign(shape.ranks, 0);
-      rank->busy_us = 0;
+      static_cast<State&>(*rank) = {};
+      rank->parts.resize(peers());
+      rank->partials.resize(shape.nodes());
       result.writes -= rank->proxy.stats().writes;
-      result.again -= rank->proxy.stats().again;
       result.bytes_posted -= rank->proxy.stats().bytes;
     }
-    start(which, end + 1);
+    result.bytes_landed -= simulation.bytes_landed();
+    start();
     end = simulation.run(*this);
     for (const std::unique_ptr<Rank>& rank : ranks) {
       result.finished.push_back(finish(*rank));
       result.posted = std::max(result.posted, rank->fabric.last_post - begin);
       result.writes += rank->proxy.stats().writes;
-      result.again += rank->proxy.stats().again;
       result.bytes_posted += rank->proxy.stats().bytes;
       result.host_us = std::max(result.host_us, rank->busy_us);
-      arrived += rank->blocks;
+      const std::uint32_t blocks = costs.by_node && op == Op::Combine ? shape.node_size + shape.nodes() - 1 : shape.ranks;
+      if (rank->blocks != blocks) throw std::logic_error("a block did not arrive");
     }
-    result.writes += writes_by_gpu;
-    result.bytes_posted += bytes_by_gpu;
-    result.free = *std::max_element(result.finished.begin(), result.finished.end());
-    note_bytes(result, before, bytes_in(simulation, shape.ranks));
-    if (arrived != std::uint64_t{shape.ranks} * shape.ranks) throw std::logic_error("a block did not arrive");
-    arrived = 0;
+    result.bytes_landed += simulation.bytes_landed();
     return result;
   }
 
-  const Shape shape;
+  const Shape& shape;
   const Routing& routing;
-  const OurCosts costs;
+  const OurCosts& costs;
+  Op op = Op::Dispatch, wire = Op::Dispatch;   // wire: whose blocks cross the network
+  KernelTime send, recv;
+  double begin = 0, end = 0;
   Simulation simulation;
   std::vector<std::unique_ptr<Rank>> ranks;
-  std::vector<Posted> posts;   // posts of a rank's kernels, in the order of these times
-  Op op = Op::Dispatch;
-  double begin = 0, end = 0;
-  std::uint64_t arrived = 0, writes_by_gpu = 0, bytes_by_gpu = 0;
+  std::vector<Posted> posts;   // posts of kernels, in the order of these times
+  Result result;
 };
 
-Ours::Ours(const Shape& shape, const Routing& routing, const FabricCosts& fabric, const OurCosts& costs)
-    : world_(std::make_unique<World>(shape, routing, fabric, costs)) {}
-Ours::~Ours() = default;
-Result Ours::dispatch() { return world_->run(Op::Dispatch); }
-Result Ours::combine() { return world_->run(Op::Combine); }
+}  // namespace
+
+std::vector<Result> run_ours(const Shape& shape, const Routing& routing, const FabricCosts& fabric, const OurCosts& costs) {
+  World world(shape, routing, fabric, costs);
+  Result dispatch = world.run(Op::Dispatch, Op::Dispatch);
+  // A proxy takes a combine only behind its dispatch, but a dispatch at once.
+  if (costs.combine_fp8) return {dispatch, World(shape, routing, fabric, costs).run(Op::Combine, Op::Dispatch)};
+  return {dispatch, world.run(Op::Combine, Op::Combine)};
+}
 
 }  // namespace pplx::model

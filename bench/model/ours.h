@@ -2,10 +2,8 @@
 // themselves.
 #pragma once
 
-#include <memory>
-
-#include "result.h"
 #include "routing.h"
+#include "simulation.h"
 
 namespace pplx::model {
 
@@ -27,19 +25,16 @@ struct OurCosts {
   bool by_gpu = false;             // kernels post to the NIC themselves, and its signals are words in GPU memory: no proxy
   double gpu_post_us = 1.0;        // from a kernel's last store of a block to the NIC that has its work request
   double signal_us = 1.0;          // from the last byte landed to the kernel that reads the signal
+  // A row crosses the network once per node: to the relay there, the rank of the same rail, from which mates pull it. In a combine
+  // they store partial sums there, and the relay sends one row back.
+  bool by_node = false;
+  bool combine_fp8 = false;        // only by node: a relay's rows are as long as a dispatch's
+  double pass_on_us = 1.95;        // from the relay's kernel that reads an arrival to a mate's that hears of it
+  double pull_us = 2.6;            // a mate's load from the relay
+  double pull_bytes_per_us = 307'000;
 };
 
-class Ours {
- public:
-  Ours(const Shape& shape, const Routing& routing, const FabricCosts& fabric, const OurCosts& costs);
-  ~Ours();
-  // All ranks begin at once; a combine answers the dispatch before it.
-  Result dispatch();
-  Result combine();
-
- private:
-  struct World;
-  std::unique_ptr<World> world_;
-};
+// A dispatch, and its combine.
+std::vector<Result> run_ours(const Shape& shape, const Routing& routing, const FabricCosts& fabric, const OurCosts& costs);
 
 }  // namespace pplx::model

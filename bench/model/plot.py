@@ -24,12 +24,13 @@ def plot(predicted: Ours, replayed: Ours, path: str, footer: str) -> None:
     figure, axes = plt.subplots(1, len(tokens), figsize=(7.5 * len(tokens), 5.6), squeeze=False)
     for axis, many in zip(axes[0], tokens, strict=True):
         for fabric, colour in COLOURS.items():
-            styles: tuple[tuple[Ours, dict[str, Any]], ...] = (
-                (predicted, {"marker": "o", "linewidth": 2, "label": f"pplx_comm on {fabric}, predicted"}),
-                (replayed, {"linestyle": "--", "linewidth": 1.4, "label": f"pplx-garden's protocol on {fabric}, predicted"}),
+            styles: tuple[tuple[Ours, str, dict[str, Any]], ...] = (
+                (predicted, fabric, {"marker": "o", "linewidth": 2, "label": f"pplx_comm on {fabric}, predicted"}),
+                (predicted, f"{fabric}, by node", {"marker": ".", "linestyle": ":", "label": f"{fabric}, by node, predicted"}),
+                (replayed, fabric, {"linestyle": "--", "linewidth": 1.4, "label": f"pplx-garden on {fabric}, predicted"}),
             )
-            for of, style in styles:
-                found = sums(of, fabric, many)
+            for of, name, style in styles:
+                found = sums(of, name, many)
                 if found:
                     axis.plot(*zip(*found, strict=True), color=colour, **style)
             points = [
@@ -61,6 +62,6 @@ def plot(predicted: Ours, replayed: Ours, path: str, footer: str) -> None:
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncol=3, frameon=False)
     figure.text(0.99, 0.005, footer, ha="right", fontsize=7)
-    figure.tight_layout(rect=(0, 0.14, 1, 1))
+    figure.tight_layout(rect=(0, 0.2, 1, 1))
     figure.savefig(path, dpi=130)
     plt.close(figure)

@@ -5,10 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from statistics import median
+from typing import Any
 
 from bench.model import _model, published
 from bench.model.fabrics import FABRICS, KIB, SUBMIT_US, Fabric, Parameter
-from bench.model.kernels import DEEPEP_COMBINE, DEEPEP_DISPATCH, DEEPEP_SOURCE, KERNELS, Kernels
+from bench.model.kernels import (
+    DEEPEP_COMBINE,
+    DEEPEP_DISPATCH,
+    DEEPEP_SOURCE,
+    KERNELS,
+    NORMAL_H800,
+    NORMAL_HOPPER,
+    Kernels,
+)
 
 NODE = 8
 PAGES = 4096
@@ -22,14 +31,14 @@ PARTS_UP_TO = 256
 """Ranks. Of more, what all proxies keep of parts does not fit one machine; blocks are small then, and most are one part."""
 
 
-def shape(ranks: int, tokens: int, experts: int | None = None) -> _model.Shape:
-    """DeepSeek-V3's layer; beyond 256 ranks, one expert each."""
+def shape(ranks: int, tokens: int, experts: int | None = None, groups: int = 0) -> _model.Shape:
+    """DeepSeek-V3's layer; beyond 256 ranks, one expert each. `groups`: of 8, a token's choices lie in this number; 0: in any."""
     s = _model.Shape()
     s.ranks = ranks
     s.node_size = min(NODE, ranks)
     s.tokens = tokens
     s.experts = experts if experts is not None else max(256, ranks)
-    s.top_k, s.hidden, s.fp8 = 8, 7168, True
+    s.top_k, s.hidden, s.fp8, s.groups = 8, 7168, True, groups
     return s
 
 
@@ -57,6 +66,16 @@ OUR_HOST = (
     ),
     Parameter("shard_bytes", _OURS.shard_bytes, "bytes", "the proxy's default"),
     Parameter("part_bytes", PART_BYTES, "bytes", "the default: a block of at least this size leaves in parts; up to EP256"),
+)
+RELAYS = (
+    Parameter(
+        "pass_on_us",
+        _OURS.pass_on_us,
+        "us",
+        "a fence to the system scope, 1,150 cycles on an idle GPU, and a flag's way to another; under load a fence takes 10 us",
+    ),
+    Parameter("pull_us", _OURS.pull_us, "us", "a load's way there and back, taken for a flag's round trip between two GPUs"),
+    Parameter("pull_bytes_per_us", _OURS.pull_bytes_per_us, "bytes/us", "rows fetched by a combine between two H200"),
 )
 OUR_GPUS = (
     Parameter("gpu_post_us", _OURS.gpu_post_us, "us", "assumed: a release to the system, a work request, a doorbell across PCIe"),
@@ -90,27 +109,20 @@ class Predicted:
     median_us: float  # over the ranks
     slowest_us: float
     posted_us: float  # when the last write of any rank was posted
-    next_us: float  # when the last rank could begin another operation
     wire_us: float  # time of the mean rank's bytes at the link's rate
-    unevenness: float  # the bytes into the busiest NIC, over the mean NIC's
     host_us: float  # CPU time of the busiest proxy
-    bytes_per_rank: float
     writes_per_rank: float
 
 
 def _predicted(result: _model.Result, s: _model.Shape, fabric: _model.FabricCosts) -> Predicted:
     if result.bytes_posted != result.bytes_landed:
         raise AssertionError(f"{result.bytes_posted} bytes were posted, {result.bytes_landed} landed")
-    mean_nic = result.bytes_posted / s.ranks / fabric.nics
     return Predicted(
         median_us=median(result.finished),
         slowest_us=max(result.finished),
         posted_us=result.posted,
-        next_us=result.free,
-        wire_us=mean_nic / fabric.bytes_per_us,
-        unevenness=result.most_bytes_in / mean_nic if mean_nic else 1.0,
+        wire_us=result.bytes_posted / s.ranks / fabric.nics / fabric.bytes_per_us,
         host_us=result.host_us,
-        bytes_per_rank=result.bytes_posted / s.ranks,
         writes_per_rank=result.writes / s.ranks,
     )
 
@@ -121,25 +133,20 @@ def ours(
     *,
     kernels: Kernels = DEFAULT_KERNELS,
     seed: int = 1,
-    block_us: float | None = None,
-    by_gpu: bool = False,
-    gpu_post_us: float | None = None,
-    signal_us: float | None = None,
-    part_bytes: int | None = None,
     changed: Mapping[str, float] = NOTHING,
+    **costs: Any,
 ) -> tuple[Predicted, Predicted]:
-    costs, f = _model.OurCosts(), fabric_costs(fabric, s, changed)
-    kernels.into(costs)
-    costs.by_gpu = by_gpu
-    if gpu_post_us is not None:
-        costs.gpu_post_us = gpu_post_us
-    if signal_us is not None:
-        costs.signal_us = signal_us
-    if block_us is not None:
-        costs.block_us = block_us
-    costs.part_bytes = (PART_BYTES if s.ranks <= PARTS_UP_TO else 0) if part_bytes is None else part_bytes
-    dispatch, combine = _model.run_ours(s, f, costs, seed)
+    """`changed` varies the fabric's costs, `costs` this library's."""
+    c, f = _model.OurCosts(), fabric_costs(fabric, s, changed)
+    kernels.into(c)
+    for name, value in {"part_bytes": PART_BYTES if s.ranks <= PARTS_UP_TO else 0, **costs}.items():
+        setattr(c, name, value)
+    dispatch, combine = _model.run_ours(s, f, c, seed)
     return _predicted(dispatch, s, f), _predicted(combine, s, f)
+
+
+def total(both: tuple[Predicted, Predicted]) -> float:
+    return sum(p.median_us for p in both)
 
 
 def garden(
@@ -230,15 +237,91 @@ def reference(seed: int) -> Iterator[Held]:
         yield Held(f"efa-p5en EP{ranks} dispatch + combine", us, dispatch.median_us + combine.median_us, "us", "the paper's bars")
 
 
+def deepep_normal(seed: int) -> Iterator[Held]:
+    """Its normal mode as our relays, by kernels that post and that store over NVLink as it does inside a node."""
+
+    def replayed(s: _model.Shape, kernels: Kernels) -> tuple[Predicted, Predicted]:
+        row = 7392 / kernels.dispatch_row_us
+        return ours(FABRICS["cx7"], s, kernels=kernels, seed=seed, by_node=True, by_gpu=True, pull_bytes_per_us=row)
+
+    for ranks, gb in published.DEEPEP_NORMAL_GB.items():
+        s = shape(ranks, 4096, groups=4 if ranks == 64 else 0)
+        routing = _model.random_routing(s, seed)
+        nodes = range(ranks // NODE)
+        pairs = sum(routing.rows_to_node(source, node) for source in range(ranks) for node in nodes) / ranks
+        phases = zip(("dispatch", "combine"), replayed(s, NORMAL_H800), gb, (7392, 14336), strict=True)
+        for phase, predicted, rate, row in phases:
+            us = pairs * row / rate / 1e3
+            yield Held(f"cx7 EP{ranks} {phase}, H800", us, predicted.median_us, "us", published.DEEPEP_NORMAL)
+    for ranks, us in published.DEEPEP_COMBINE_US.items():
+        _, combine = replayed(shape(ranks, 4096), NORMAL_HOPPER)
+        yield Held(f"cx7 EP{ranks} combine, H100", us, combine.median_us, "us", published.DEEPEP_COMBINE)
+
+
+# Expected of relays on p5en before they were modelled, by tokens and ranks: sum, and sum with FP8 back.
+EXPECTED = {
+    128: {16: (144, 127), 32: (257, 206), 64: (378, 290)},
+    4096: {16: (2300, 1650), 32: (5700, 4100), 64: (9600, 6700)},
+}
+NONE: dict[str, Any] = {}
+SPLIT: dict[str, Any] = {"shard_bytes": 32 * KIB}
+"""With it the proxy splits each part of a block over the NICs. Parts below its default go by one, all of a block by the same."""
+
+
+@dataclass(frozen=True)
+class Expected:
+    tokens: int
+    ranks: int
+    fp8: bool
+    expected_us: float
+    predicted_us: float
+    split_us: float
+
+
+def expected(fabric: Fabric, many: list[int], kernels: Kernels, seed: int) -> Iterator[Expected]:
+    for tokens, ranks in ((t, r) for t in EXPECTED if t in many for r in EXPECTED[t]):
+        for fp8, us in zip((False, True), EXPECTED[tokens][ranks], strict=True):
+            costs: dict[str, Any] = {"kernels": kernels, "seed": seed, "by_node": True, "combine_fp8": fp8}
+            as_is, split = (total(ours(fabric, shape(ranks, tokens), **costs, **of)) for of in (NONE, SPLIT))
+            yield Expected(tokens, ranks, fp8, us, as_is, split)
+
+
+def grouped(fabric: Fabric, kernels: Kernels, seed: int) -> Iterator[tuple[int, list[float]]]:
+    """Yields ranks and sums: once per rank, once per node, and the same for choices in 4 of 8 groups, as DeepSeek routes."""
+    for ranks in (16, 32, 64, 128):
+        shapes = (shape(ranks, 128, groups=groups) for groups in (0, 4))
+        yield ranks, [total(ours(fabric, s, kernels=kernels, seed=seed, by_node=node)) for s in shapes for node in (False, True)]
+
+
+@dataclass(frozen=True)
+class Stages:
+    """Where an operation's time goes by node: its bytes at the link's rate, what every step costs once, and the rest."""
+
+    what: str
+    bytes_us: float
+    fixed_us: float
+    total_us: float
+
+    @property
+    def rest_us(self) -> float:
+        return self.total_us - self.bytes_us - self.fixed_us
+
+
+def stages(fabric: Fabric, ranks: int, kernels: Kernels, seed: int) -> Iterator[Stages]:
+    host = _OURS.mailbox_us + _OURS.arrival_us + fabric.value("post_us") + fabric.value("latency_us")
+    hops = {"dispatch": _OURS.pass_on_us + _OURS.pull_us, "combine": _OURS.mapped_us}
+    fixed = {"dispatch": kernels.dispatch_fixed_us, "combine": kernels.combine_fixed_us}
+    both = ours(fabric, shape(ranks, 128), kernels=kernels, seed=seed, by_node=True)
+    for phase, p in zip(hops, both, strict=True):
+        yield Stages(f"EP{ranks} {phase}", p.wire_us, fixed[phase] + host + hops[phase], p.median_us)
+
+
 @dataclass(frozen=True)
 class Sensitivity:
     what: str
-    garden_us: float | None  # dispatch + combine, median rank; None: it does not enter there
-    ours_us: float
-
-
-def total(both: tuple[Predicted, Predicted]) -> float:
-    return sum(p.median_us for p in both)
+    ours_us: float | None  # dispatch + combine, median rank; None: it does not enter there
+    by_node_us: float | None = None
+    garden_us: float | None = None
 
 
 def of_many_ranks(fabric: Fabric, ranks: int, tokens: int, seed: int) -> Iterator[Sensitivity]:
@@ -252,7 +335,8 @@ def of_many_ranks(fabric: Fabric, ranks: int, tokens: int, seed: int) -> Iterato
         "both": {**post, **message},
     }
     for what, changed in cases.items():
-        yield Sensitivity(what, None, total(ours(fabric, s, seed=seed, changed=changed)))
+        mine, by_node = (total(ours(fabric, s, seed=seed, changed=changed, by_node=node)) for node in (False, True))
+        yield Sensitivity(what, mine, by_node)
 
 
 def of_gpus_that_post(fabric: Fabric, ranks: int, tokens: int, seed: int) -> Iterator[Sensitivity]:
@@ -265,17 +349,21 @@ def of_gpus_that_post(fabric: Fabric, ranks: int, tokens: int, seed: int) -> Ite
         ("a signal takes nothing", 1.0, 0.0),
         ("a signal takes four times as long", 1.0, 4.0),
     ):
-        took = ours(fabric, s, seed=seed, by_gpu=True, gpu_post_us=post * times_post, signal_us=signal * times_signal)
-        yield Sensitivity(what, None, total(took))
+        costs: dict[str, Any] = {"by_gpu": True, "gpu_post_us": post * times_post, "signal_us": signal * times_signal}
+        mine, by_node = (total(ours(fabric, s, seed=seed, by_node=node, **costs)) for node in (False, True))
+        yield Sensitivity(what, mine, by_node)
 
 
 def sensitivity(fabric: Fabric, ranks: int, tokens: int, seed: int) -> Iterator[Sensitivity]:
     s = shape(ranks, tokens)
 
+    def case(what: str, seed: int = seed, kernels: Kernels = DEFAULT_KERNELS, **costs: Any) -> Sensitivity:
+        mine, by_node = (total(ours(fabric, s, seed=seed, kernels=kernels, by_node=node, **costs)) for node in (False, True))
+        return Sensitivity(what, mine, by_node)
+
     def both(what: str, seed: int = seed, **changed: float) -> Sensitivity:
-        theirs = garden(fabric, s, seed=seed, changed=changed)
-        mine = ours(fabric, s, seed=seed, changed=changed)
-        return Sensitivity(what, total(theirs), total(mine))
+        mine, by_node = (total(ours(fabric, s, seed=seed, changed=changed, by_node=node)) for node in (False, True))
+        return Sensitivity(what, mine, by_node, total(garden(fabric, s, seed=seed, changed=changed)))
 
     latency, gbit, message = (fabric.value(name) for name in ("latency_us", "gbit_per_nic", "nic_message_us"))
     yield both("as above")
@@ -286,6 +374,22 @@ def sensitivity(fabric: Fabric, ranks: int, tokens: int, seed: int) -> Iterator[
     yield both("NICs take messages twice as fast", nic_message_us=message / 2)
     yield both("NICs finish one message before the next", interleave=1)
     yield both("another routing", seed=seed + 1)
-    yield Sensitivity("kernels as the bars ask", None, total(ours(fabric, s, seed=seed, kernels=KERNELS["bars"])))
-    yield Sensitivity("blocks leave whole", None, total(ours(fabric, s, seed=seed, part_bytes=0)))
-    yield Sensitivity("the proxy takes 200 ns a block", None, total(ours(fabric, s, seed=seed, block_us=0.2)))
+    yield case("kernels as the bars ask", kernels=KERNELS["bars"])
+    yield case("blocks leave whole", part_bytes=0)
+    yield case("blocks are split over NICs from 32 KiB on", **SPLIT)
+    yield case("the proxy takes 200 ns a block", block_us=0.2)
+
+
+def of_relays(fabric: Fabric, ranks: int, tokens: int, seed: int) -> Iterator[Sensitivity]:
+    s = shape(ranks, tokens)
+    free = {"pull_bytes_per_us": 1e12}
+    fixed = Kernels("fixed", "", DEFAULT_KERNELS.dispatch_fixed_us, 0, DEFAULT_KERNELS.combine_fixed_us, 0)
+    cases: dict[str, Any] = {
+        "as above": {},
+        "a relay passes on behind a busy fence, 10 us later": {"pass_on_us": _OURS.pass_on_us + 10},
+        "mates pull at 200 GB/s": {"pull_bytes_per_us": 200e3},
+        "mates pull as fast as they read their own memory": free,
+        "rows cost no kernel time": {**free, "kernels": fixed},
+    }
+    for what, costs in cases.items():
+        yield Sensitivity(what, None, total(ours(fabric, s, seed=seed, by_node=True, **costs)))

@@ -55,6 +55,14 @@ BY_DEEPEP = (
     Point("cx7", 128, 128, 192.0, 369.0, DEEPEP_README),
     Point("cx7", 256, 128, 194.0, 360.0, DEEPEP_README),
 )
+# Its normal mode crosses the network once per node. The README has GB/s at 4096 tokens: (token, node) pairs, its own node's among
+# them, by the bytes of a row. The choices of its test lie in 4 nodes at most, which limits EP64 alone.
+DEEPEP_NORMAL = "DeepEP V1 normal, H800, its README"
+DEEPEP_NORMAL_GB = {16: (43.0, 43.0), 32: (58.0, 57.0), 64: (51.0, 50.0)}
+# Choices in any node. Its dispatches are left out: the same table has 1,810 us at EP8, where the kernels take 502 on an H200.
+DEEPEP_COMBINE = "DeepEP V1 normal, H100, measured by pplx-garden"
+DEEPEP_COMBINE_US = {16: 1863.9, 32: 3565.4, 64: 5922.7}
+MORI_EP16 = (76.0, 122.0)  # its README: MI300X and ConnectX-7, 128 tokens, kernels that cross once per node
 BY_GPUS = (
     *BY_DEEPEP,
     Point("cx7", 16, 128, 622.4, 668.1, PPLX_KERNELS),

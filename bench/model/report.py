@@ -9,7 +9,20 @@ from typing import Any
 from bench.model import published
 from bench.model.fabrics import FABRICS, Parameter
 from bench.model.kernels import Kernels
-from bench.model.predict import DEEPEP_GPUS, GARDEN_HOST, OUR_GPUS, OUR_HOST, Beside, Held, Predicted, Sensitivity
+from bench.model.predict import (
+    DEEPEP_GPUS,
+    GARDEN_HOST,
+    OUR_GPUS,
+    OUR_HOST,
+    RELAYS,
+    Beside,
+    Expected,
+    Held,
+    Predicted,
+    Sensitivity,
+    Stages,
+    total,
+)
 
 NOT_MODELLED = (
     "congestion control, packet loss and retries, paths of unequal length, switches with less than full bisection: the replay's "
@@ -23,6 +36,30 @@ NOT_MODELLED = (
     "how many completions a queue holds: a proxy posts all it has before it reads any",
     "verbs through libfabric: ConnectX costs are those of verbs posted directly",
 )
+
+
+CONGESTION = """\
+EP128 is a third too low. No model of congestion is added: this run of one team is the only published EFA point beyond EP64.
+ConnectX is met at EP128 and EP256 (below), so links that are shared fairly are not what is wrong; on EFA the errors grow from
+EP16 on. Incast, a NIC's messages and the host's work for each peer would all explain that. To tell them apart takes what is not
+published: EFA's bandwidth into one NIC from N senders, its message rate by number of peers, or EP128 with 4096 tokens, where
+bytes alone count. Once per node, a rank of EP128 has 15 network peers, where pplx-garden has 120.
+"""
+NORMAL = """\
+EP16 is met. EP32 and EP64 are too slow: a GPU of the model sends, then relays, then receives, where DeepEP's channels do all
+three at once. So much is to be won for large steps by node.
+"""
+WHY = """\
+What is off by more than 10 %, and why:
+
+- 128 tokens, most of all EP16: the proxy deals blocks to NICs by peer. Once per node a rank of EP16 has one network peer, and its
+  parts, of less than 256 KiB each, all leave by one of two NICs. *Split* is below what was expected, as today's kernels are
+  faster. So the number of the part belongs into the sum by which the proxy deals. On p5, with four NICs, it matters more.
+- 4096 tokens: the last part of a block, or the last two, have most of its rows. Mates pull those after they have landed, when the
+  network has nothing left to do. A relay begins to add when its rank has stored all of its own sums, so the network begins late.
+  Finer parts for large blocks, and a relay's sums before those for the own node, would win some of that back; rows that cost no
+  kernel time are the limit (below). FP8 back halves the bytes and none of this.
+"""
 
 
 def table(head: Iterable[str], rows: Iterable[Iterable[str]]) -> Iterator[str]:
@@ -59,47 +96,28 @@ Ours = dict[tuple[str, int, int], tuple[Predicted, Predicted]]
 
 
 def ours(predicted: Ours, replayed: Ours, tokens: int) -> Iterator[str]:
+    def phases(both: tuple[Predicted, Predicted] | None) -> tuple[str, ...]:
+        if both is None:
+            return ("",) * 4
+        each = (f"{p.median_us:.0f} ({p.wire_us:.0f})" for p in both)
+        return (*each, f"{total(both):.0f}", f"{both[0].writes_per_rank:.0f}")
+
     rows = []
-    for (fabric, ranks, many), (dispatch, combine) in predicted.items():
-        if many != tokens:
-            continue
-        total = dispatch.median_us + combine.median_us
-        theirs = replayed.get((fabric, ranks, many))
+    for fabric, ranks in dict.fromkeys((name.partition(", by node")[0], r) for name, r, many in predicted if many == tokens):
+        of = {suffix: predicted.get((fabric + suffix, ranks, tokens)) for suffix in ("", ", by node", ", by node, fp8")}
+        theirs, fp8, mine = replayed.get((fabric, ranks, tokens)), of[", by node, fp8"], of[""]
         rows.append(
             (
                 fabric,
                 str(ranks),
-                f"{dispatch.median_us:.0f}",
-                f"{dispatch.slowest_us:.0f}",
-                f"{dispatch.wire_us:.0f}",
-                f"{combine.median_us:.0f}",
-                f"{combine.slowest_us:.0f}",
-                f"{combine.wire_us:.0f}",
-                f"{total:.0f}",
-                f"{dispatch.writes_per_rank:.0f}",
-                f"{dispatch.posted_us:.0f}",
-                f"{dispatch.host_us:.0f}",
-                f"{(theirs[0].median_us + theirs[1].median_us) / total:.2f}x" if theirs else "",
+                *phases(mine),
+                *phases(of[", by node"]),
+                f"{total(fp8):.0f}" if fp8 else "",
+                f"{total(theirs) / total(mine):.2f}x" if theirs and mine else "",
             )
         )
-    yield from table(
-        (
-            "fabric",
-            "EP",
-            "dispatch",
-            "slowest rank",
-            "bytes alone",
-            "combine",
-            "slowest rank",
-            "bytes alone",
-            "sum",
-            "writes a rank",
-            "last post",
-            "proxy busy",
-            "the replay takes",
-        ),
-        rows,
-    )
+    rank, node = ("dispatch", "combine", "sum", "writes"), ("by node: dispatch", "combine", "sum", "writes", "sum, FP8 back")
+    yield from table(("fabric", "EP", *rank, *node, "the replay takes"), rows)
 
 
 def by_gpus(points: list[Beside]) -> Iterator[str]:
@@ -139,6 +157,7 @@ def comparison(of: dict[str, list[Held]]) -> list[str]:
     lines += held(of["decode"])
     lines += [f"Beyond the paper ({sources(published.BEYOND)}). The costs of p6 and p5 are p5en's, scaled:", ""]
     lines += held(of["beyond"])
+    lines += CONGESTION.split("\n")
     lines += [
         f"GPUs that post themselves ({sources(published.BY_DEEPEP)}): DeepEP's low-latency",
         "mode in the same model, a put for each row of each expert, NVLink inside a node. Its kernels enter as they were measured",
@@ -146,6 +165,15 @@ def comparison(of: dict[str, list[Held]]) -> list[str]:
         "",
     ]
     lines += held(of["posted"])
+    if of["by node"]:
+        lines += [
+            f"Once per node ({published.DEEPEP_NORMAL}; {published.DEEPEP_COMBINE}),",
+            "4096 tokens: our relays, by kernels that post, and that store over NVLink as DeepEP does inside a node: 153",
+            "and 158 GB/s on the H800, which bounds EP16. Choices lie in 4 of 8 nodes at EP64 there, in any on the H100.",
+            "",
+        ]
+        lines += held(of["by node"])
+        lines += NORMAL.split("\n")
     if of["prefill"]:
         lines += [
             f"4096 tokens ({sources(published.PREFILL)}). Kernel times at this size were not published, so the small ones stand:",
@@ -155,7 +183,33 @@ def comparison(of: dict[str, list[Held]]) -> list[str]:
     return lines
 
 
-def prediction(kernels: Kernels, predicted: Ours, replayed: Ours, gpus: list[Beside]) -> list[str]:
+def relays(expected: list[Expected], stages: list[Stages], grouped: Iterable[tuple[int, list[float]]]) -> Iterator[str]:
+    yield "**By node, beside what was expected** on p5en before relays were modelled: bytes at full rate, the rest of a step as it"
+    yield "was. *Split*: if each part of a block went over both NICs."
+    yield ""
+    rows = (
+        (
+            str(e.tokens), str(e.ranks), "FP8" if e.fp8 else "bfloat16", f"{e.expected_us:.0f}", f"{e.predicted_us:.0f}",
+            f"{e.predicted_us / e.expected_us - 1:+.0%}", f"{e.split_us:.0f}", f"{e.split_us / e.expected_us - 1:+.0%}",
+        )
+        for e in expected
+    )  # fmt: skip
+    yield from table(("tokens", "EP", "back in", "expected", "predicted", "", "split", ""), rows)
+    yield "Where the 128 tokens' time goes. *Fixed*: kernels, proxy, a post, the latency and the hops inside a node, once each."
+    yield "*Rest*: rows stored, pulled and added up, and waiting for links that are not always busy."
+    yield ""
+    yield from table(
+        ("", "bytes alone", "fixed", "rest", "all"),
+        ((s.what, f"{s.bytes_us:.0f}", f"{s.fixed_us:.0f}", f"{s.rest_us:.0f}", f"{s.total_us:.0f}") for s in stages),
+    )
+    yield from WHY.split("\n")
+    yield "Choices in 4 of 8 groups (`--routing groups=4`), p5en, 128 tokens, sums:"
+    yield ""
+    head = ("EP", "uniform", "by node", "groups", "by node")
+    yield from table(head, ((str(ranks), *(f"{us:.0f}" for us in sums)) for ranks, sums in grouped))
+
+
+def prediction(kernels: Kernels, predicted: Ours, replayed: Ours, gpus: list[Beside], by_node: Iterable[str]) -> list[str]:
     lines = [
         "## This library, predicted",
         "",
@@ -163,9 +217,10 @@ def prediction(kernels: Kernels, predicted: Ours, replayed: Ours, gpus: list[Bes
         f"{kernels.dispatch_row_us * 1000:.1f} ns a row, combine {kernels.combine_fixed_us:.1f} us + "
         f"{kernels.combine_row_us * 1000:.1f} ns a row; half before the network, half behind it.",
         "256 experts, beyond EP256 one a rank; top-8, hidden 7168, FP8 dispatch, bfloat16 combine, nodes of 8. EP8 has no network",
-        "in it. Times of the median rank, and of the slowest. *Bytes alone*: a rank's bytes on its links at full rate.",
-        "*Last post*: of the dispatch, by the rank that posts last. *Proxy busy*: the busiest proxy's CPU time in it. *The replay",
-        "takes*: pplx-garden's protocol in the same model, in multiples of ours.",
+        "in it. Times of the median rank; behind them a rank's bytes on its links at full rate, and writes of a dispatch.",
+        "*By node* (not built): a row crosses the network once per node, to its relay there, the rank of the same rail. Mates hear",
+        "from the relay that rows are there, and pull theirs. Combines store partial sums at the relay, which sends one row back.",
+        "*FP8 back*: that row in FP8. *The replay takes*: pplx-garden's protocol in the same model, in multiples of ours.",
         "",
     ]
     for tokens in sorted({tokens for _, _, tokens in predicted}):
@@ -179,6 +234,14 @@ def prediction(kernels: Kernels, predicted: Ours, replayed: Ours, gpus: list[Bes
             ]
     if max(ranks for _, ranks, _ in predicted) > 64:
         lines += ['`device="cuda"` takes at most 64 ranks today: beyond EP64 the figures are of the protocol.', ""]
+    lines += by_node
+    if mori := predicted.get(("cx7, by node", 16, 128)):
+        there, back = published.MORI_EP16
+        lines += [
+            f"The only published decode that crosses once per node is MORI's, on other GPUs: {there:.0f} and {back:.0f} us at EP16 "
+            f"(MI300X, ConnectX-7). By node on cx7: {mori[0].median_us:.0f} and {mori[1].median_us:.0f}.",
+            "",
+        ]
     if gpus:
         lines += ['**Posted by the GPU** (`transport="nvshmem"`), 128 tokens, dispatch / combine (sum), median rank:', ""]
         lines += by_gpus(gpus)
@@ -196,6 +259,7 @@ def costs(microbenchmarks: list[Held]) -> list[str]:
     for fabric in FABRICS.values():
         lines += parameters(f"{fabric.name}: {fabric.what}", fabric.parameters)
     lines += parameters("this library's hosts", OUR_HOST)
+    lines += parameters("relays", RELAYS)
     lines += parameters("this library's GPUs, where they post", OUR_GPUS)
     lines += parameters("DeepEP's kernels", DEEPEP_GPUS)
     lines += parameters("pplx-garden's hosts and kernels", GARDEN_HOST)
@@ -213,6 +277,7 @@ def markdown(
     replayed: Ours,
     sensitivity: dict[str, list[Sensitivity]],
     gpus: list[Beside],
+    by_node: Iterable[str],
 ) -> str:
     lines = ["# Predicted", ""]
     lines += [
@@ -222,12 +287,12 @@ def markdown(
         "",
     ]
     lines += [f"- {name}: {text}" for name, text in head.items()]
-    lines += ["", *comparison(held_against), *prediction(kernels, predicted, replayed, gpus)]
+    lines += ["", *comparison(held_against), *prediction(kernels, predicted, replayed, gpus, by_node)]
     for of, cases in sensitivity.items():
         lines += [f"What the parameters do ({of}, dispatch + combine, predicted):", ""]
         lines += table(
-            ("if", "ours", "pplx-garden's protocol"),
-            ((s.what, f"{s.ours_us:.0f}", f"{s.garden_us:.0f}" if s.garden_us is not None else "") for s in cases),
+            ("if", "ours", "ours by node", "pplx-garden's protocol"),
+            ((s.what, *(f"{us:.0f}" if us else "" for us in (s.ours_us, s.by_node_us, s.garden_us))) for s in cases),
         )
     lines += [*costs(held_against["microbenchmarks"]), "## Not modelled", "", *(f"- {what}" for what in NOT_MODELLED)]
     return "\n".join(lines)

@@ -8,31 +8,30 @@ namespace {
 
 constexpr std::uint64_t kCountBytes = 8;
 
-}  // namespace
-
-struct Rows::World final : Ranks {
+struct World final : Ranks {
   struct Rank {
     std::uint32_t expected = 0, come = 0;   // puts from other nodes
     double last = 0;                        // when the last of them had landed
     double sent = 0;
   };
 
-  World(const Shape& s, const Routing& r, const FabricCosts& f, const RowsCosts& c, std::uint64_t seed)
-      : shape(s), routing(r), costs(c), simulation(f, s.ranks), ranks(s.ranks), random(seed) {}
+  World(const Shape& s, const Routing& r, const FabricCosts& f, const RowsCosts& c, bool d, std::uint64_t seed)
+      : shape(s), routing(r), kernel(d ? c.dispatch : c.combine), costs(c), dispatch(d), simulation(f, s.ranks), ranks(s.ranks),
+        random(seed) {}
 
   // FP8 with a float scale per 128 and 16 bytes of header; bfloat16 back.
-  std::uint64_t row_bytes(bool dispatch) const {
+  std::uint64_t row_bytes() const {
     return dispatch ? shape.hidden + shape.hidden / 128 * 4 + 16 : std::uint64_t{shape.hidden} * 2;
   }
-  std::uint32_t rows(bool dispatch, std::uint32_t from, std::uint32_t to) const {
+  std::uint32_t rows(std::uint32_t from, std::uint32_t to) const {
     return dispatch ? routing.copies_to(from, to) : routing.copies_to(to, from);
   }
   std::uint32_t experts_of(std::uint32_t rank) const { return local_experts(config_of(shape, rank), rank); }
 
   // The targets of a rank's rows, in the order in which they leave.
-  std::vector<std::uint32_t> order(bool dispatch, std::uint32_t from) {
+  std::vector<std::uint32_t> order(std::uint32_t from) {
     std::vector<std::uint32_t> targets;
-    for (std::uint32_t to = 0; to < shape.ranks; ++to) targets.insert(targets.end(), rows(dispatch, from, to), to);
+    for (std::uint32_t to = 0; to < shape.ranks; ++to) targets.insert(targets.end(), rows(from, to), to);
     // Not std::shuffle: those differ
     for (std::size_t left = targets.size(); left > 1; --left) std::swap(targets[left - 1], targets[random() % left]);
     return targets;
@@ -49,15 +48,14 @@ struct Rows::World final : Ranks {
     ++result.writes;
     result.bytes_posted += bytes;
     ++ranks[to].expected;
-    result.posted = std::max(result.posted, at - begin);
+    result.posted = std::max(result.posted, at);
   }
 
-  void send(bool dispatch, std::uint32_t from) {
-    const KernelTime& kernel = dispatch ? costs.dispatch : costs.combine;
-    double at = begin + kernel.fixed_us / 2;
-    for (const std::uint32_t to : order(dispatch, from)) {
+  void send(std::uint32_t from) {
+    double at = kernel.fixed_us / 2;
+    for (const std::uint32_t to : order(from)) {
       at += kernel.row_us / 2;
-      put(at, from, to, row_bytes(dispatch));
+      put(at, from, to, row_bytes());
     }
     // A count for each of the target's experts, or a flag for each of one's own.
     for (std::uint32_t to = 0; to < shape.ranks; ++to)
@@ -73,43 +71,39 @@ struct Rows::World final : Ranks {
   void acknowledged(double, const Message&) override {}
   void woken(double, std::uint32_t) override {}
 
-  Result run(bool dispatch) {
-    const std::vector<std::uint64_t> before = bytes_in(simulation, shape.ranks);
-    result = Result();
-    ranks.assign(shape.ranks, Rank());
-    begin = end + 1;
-    for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) send(dispatch, rank);
-    end = std::max(begin, simulation.run(*this));
-    const KernelTime& kernel = dispatch ? costs.dispatch : costs.combine;
+  Result run() {
+    for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) send(rank);
+    simulation.run(*this);
     for (std::uint32_t rank = 0; rank < shape.ranks; ++rank) {
       std::uint32_t received = 0;
-      for (std::uint32_t from = 0; from < shape.ranks; ++from) received += rows(dispatch, from, rank);
+      for (std::uint32_t from = 0; from < shape.ranks; ++from) received += rows(from, rank);
       const Rank& here = ranks[rank];
       if (here.come != here.expected) throw std::logic_error("a rank did not get all");
       // Rows are taken out as they come; those of the last moment are few.
       const double busy = here.sent + received * kernel.row_us / 2;
-      result.finished.push_back(std::max(busy, here.last) + kernel.fixed_us / 2 - begin);
+      result.finished.push_back(std::max(busy, here.last) + kernel.fixed_us / 2);
     }
-    result.free = *std::max_element(result.finished.begin(), result.finished.end());
-    note_bytes(result, before, bytes_in(simulation, shape.ranks));
+    result.bytes_landed = simulation.bytes_landed();
     return result;
   }
 
-  const Shape shape;
+  const Shape& shape;
   const Routing& routing;
-  const RowsCosts costs;
+  const KernelTime kernel;
+  const RowsCosts& costs;
+  const bool dispatch;
   Simulation simulation;
   std::vector<Rank> ranks;
   std::mt19937_64 random;
   Result result;
   std::uint32_t puts = 0;
-  double begin = 0, end = 0;
 };
 
-Rows::Rows(const Shape& shape, const Routing& routing, const FabricCosts& fabric, const RowsCosts& costs, std::uint64_t seed)
-    : world_(std::make_unique<World>(shape, routing, fabric, costs, seed)) {}
-Rows::~Rows() = default;
-Result Rows::dispatch() { return world_->run(true); }
-Result Rows::combine() { return world_->run(false); }
+}  // namespace
+
+Result run_rows(const Shape& shape, const Routing& routing, const FabricCosts& fabric, const RowsCosts& costs, Op op,
+                std::uint64_t seed) {
+  return World(shape, routing, fabric, costs, op == Op::Dispatch, seed).run();
+}
 
 }  // namespace pplx::model

@@ -8,11 +8,7 @@
 // Rows of a rank leave in a random order, as tokens choose.
 #pragma once
 
-#include <memory>
-
 #include "ours.h"
-#include "result.h"
-#include "routing.h"
 
 namespace pplx::model {
 
@@ -23,16 +19,7 @@ struct RowsCosts {
   double signal_us = 1.0;
 };
 
-class Rows {
- public:
-  Rows(const Shape& shape, const Routing& routing, const FabricCosts& fabric, const RowsCosts& costs, std::uint64_t seed);
-  ~Rows();
-  Result dispatch();
-  Result combine();
-
- private:
-  struct World;
-  std::unique_ptr<World> world_;
-};
+Result run_rows(const Shape& shape, const Routing& routing, const FabricCosts& fabric, const RowsCosts& costs, Op op,
+                std::uint64_t seed);
 
 }  // namespace pplx::model

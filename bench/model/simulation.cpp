@@ -73,7 +73,6 @@ void Simulation::turn(double now, std::uint32_t index) {
   Message& message = messages_[id];
   const std::uint64_t chunk = std::min<std::uint64_t>(costs_.chunk_bytes, message.bytes - message.out);
   message.out += chunk;
-  nic.bytes_out += chunk;
   if (message.out < message.bytes) nic.active.push_back(id);
   add(now + costs_.latency_us, Kind::FirstByte, id);
   add(now + static_cast<double>(chunk) / costs_.bytes_per_us, Kind::Turn, index);
@@ -85,7 +84,7 @@ void Simulation::first_byte(double now, std::uint32_t id) {
   Nic& nic = at(message.target, message.nic);
   const std::uint64_t chunk = std::min<std::uint64_t>(costs_.chunk_bytes, message.bytes - message.in);
   message.in += chunk;
-  nic.bytes_in += chunk;
+  bytes_landed_ += chunk;
   nic.in_free = std::max(now, nic.in_free) + static_cast<double>(chunk) / costs_.bytes_per_us;
   if (message.in < message.bytes) return;
   const double landed = std::max(nic.in_free, nic.in_message_free);

@@ -53,9 +53,7 @@ class Simulation {
   double run(Ranks& ranks);   // runs all events; returns the time of the last
 
   std::uint32_t under_way(std::uint32_t rank, std::uint32_t nic) const { return at(rank, nic).under_way; }
-  std::uint64_t bytes_in(std::uint32_t rank, std::uint32_t nic) const { return at(rank, nic).bytes_in; }
-  std::uint64_t bytes_out(std::uint32_t rank, std::uint32_t nic) const { return at(rank, nic).bytes_out; }
-  std::uint64_t events() const { return order_; }
+  std::uint64_t bytes_landed() const { return bytes_landed_; }
 
  private:
   enum class Kind : std::uint32_t { Turn, FirstByte, Landed, Acknowledged, Wake };
@@ -77,7 +75,6 @@ class Simulation {
     double out_message_free = 0;        // when it can start another message
     double in_free = 0, in_message_free = 0;
     std::uint32_t under_way = 0;
-    std::uint64_t bytes_in = 0, bytes_out = 0;
   };
 
   const Nic& at(std::uint32_t rank, std::uint32_t nic) const { return nics_[rank * costs_.nics + nic]; }
@@ -91,7 +88,15 @@ class Simulation {
   std::vector<Message> messages_;
   std::vector<std::uint32_t> free_;     // free entries of messages_
   std::priority_queue<Event> events_;
-  std::uint64_t order_ = 0;
+  std::uint64_t order_ = 0, bytes_landed_ = 0;
+};
+
+// An operation that all ranks begin together; times from there.
+struct Result {
+  std::vector<double> finished;         // indexed by rank: when the kernel would return
+  double posted = 0;                    // when the last write was posted
+  std::uint64_t writes = 0, bytes_posted = 0, bytes_landed = 0;
+  double host_us = 0;                   // CPU time of the busiest host thread
 };
 
 }  // namespace pplx::model
