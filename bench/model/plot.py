@@ -62,6 +62,6 @@ def plot(predicted: Ours, replayed: Ours, path: str, footer: str) -> None:
     handles, labels = axes[0][0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="lower center", ncol=3, frameon=False)
     figure.text(0.99, 0.005, footer, ha="right", fontsize=7)
-    figure.tight_layout(rect=(0, 0.2, 1, 1))
+    figure.tight_layout(rect=(0, 0.24, 1, 1))
     figure.savefig(path, dpi=130)
     plt.close(figure)
