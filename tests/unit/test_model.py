@@ -113,7 +113,7 @@ def bytes_of(s: Any, **costs: float) -> tuple[int, int]:
 
 
 def test_bytes_by_node() -> None:
-    s = predict.shape(4, 128)
+    s = predict.shape(4, 1024)
     s.node_size = 2
     by_rank, by_node, fp8 = bytes_of(s), bytes_of(s, by_node=True), bytes_of(s, by_node=True, combine_fp8=True)
     routing = m.random_routing(s, SEED)
@@ -123,7 +123,7 @@ def test_bytes_by_node() -> None:
     ):
         blocks = 8 if headers == 384 else 4
         assert there == rows * 7552 + blocks * headers and back == rows * 14464 + blocks * 128
-    assert [n / r for n, r in zip(by_node, by_rank, strict=True)] == [pytest.approx(0.56, abs=0.01)] * 2
+    assert [n / r for n, r in zip(by_node, by_rank, strict=True)] == [pytest.approx(0.56, abs=0.015)] * 2
     assert fp8 == (by_node[0], by_node[0])
     for ranks in (16, 64):
         for groups in (0, 4):
