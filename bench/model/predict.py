@@ -295,7 +295,7 @@ def grouped(fabric: Fabric, kernels: Kernels, seed: int) -> Iterator[tuple[int, 
 
 @dataclass(frozen=True)
 class Stages:
-    """Where an operation's time goes by node: its bytes at the link's rate, what every step costs once, and the rest."""
+    """An operation's time by node: its bytes at the link's rate, what every step costs once, and the rest."""
 
     what: str
     bytes_us: float

@@ -1,5 +1,6 @@
 // The words of src/protocol/hooks.h, as dispatch_recv raises them; in pieces a launch may have none. A warp that has placed its part
-// of a row counts it, with a release for this GPU and without waiting for anything; the warp that turns counts into places knows how many there will be.
+// of a row counts it, with a release for this GPU and without waiting for anything; the warp that turns counts into places knows how
+// many there will be.
 #pragma once
 
 #include "../../protocol/hooks.h"
