@@ -18,7 +18,7 @@ set_target_properties(_instruments PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${PROJEC
 if(TARGET _cuda)
   file(GLOB instruments_cuda CONFIGURE_DEPENDS "${native}/cuda/*.cpp" "${native}/cuda/*.cu" "${PROJECT_SOURCE_DIR}/src/cuda/host/memory/*.cpp")
   # A handover goes through an AllToAll's own memory.
-  foreach(part block_memory gdr_memory host_heap)
+  foreach(part gdr_memory host_heap)
     list(APPEND instruments_cuda "${PROJECT_SOURCE_DIR}/src/cuda/host/${part}.cpp")
   endforeach()
   pybind11_add_module(_instruments_cuda MODULE NO_EXTRAS ${instruments_cuda})

@@ -5,7 +5,7 @@ The host half of pplx_comm: the CPU device, the proxy and the fabric.
 from __future__ import annotations
 import collections.abc
 import typing
-__all__: list[str] = ['BOTH', 'Carried', 'Config', 'Dtype', 'Exchange', 'ExpertOutputs', 'FIRST_STEP_FACTOR', 'Fabric', 'FabricError', 'HOOK_ROWS', 'HookLayout', 'LayoutKind', 'LocalRegion', 'Mapping', 'OutputBuffer', 'OutputLayout', 'OutputPart', 'OutputPool', 'Outputs', 'Plan', 'Proxy', 'RAISED', 'RECV', 'Received', 'RemoteRegion', 'Result', 'SEND', 'Tokens', 'Wire', 'chaos', 'cleanup_dead_peer', 'deadlines', 'hook_layout', 'isa', 'libfabric_status', 'make_plan', 'output_layout', 'pick_cpus', 'pick_nics', 'proxy_of']
+__all__: list[str] = ['BOTH', 'Carried', 'Config', 'Dtype', 'Exchange', 'ExpertOutputs', 'FIRST_STEP_FACTOR', 'Fabric', 'FabricError', 'HOOK_ROWS', 'HookLayout', 'LayoutKind', 'LocalRegion', 'Mapping', 'OutputBuffer', 'OutputLayout', 'OutputPart', 'OutputPool', 'Outputs', 'Plan', 'Proxy', 'RAISED', 'RECV', 'Received', 'RemoteRegion', 'Result', 'SEND', 'Tokens', 'Wire', 'chaos', 'cleanup_dead_peer', 'deadlines', 'hook_layout', 'isa', 'libfabric_status', 'output_layout', 'pick_cpus', 'pick_nics', 'proxy_of']
 class Dtype:
     """
     Members:
@@ -154,6 +154,7 @@ class LayoutKind:
     def value(self) -> int:
         ...
 class Config:
+    combine_fp8: bool
     dtype: Dtype
     layout: LayoutKind
     on_gpu: bool
@@ -223,6 +224,23 @@ class Config:
     def local_experts(self) -> int:
         ...
     @property
+    def mapped_bytes(self) -> int:
+        """
+        Size of the part that mapped peers write into; on GPUs a memory of its own.
+        """
+    @property
+    def mapped_first(self) -> int:
+        ...
+    @mapped_first.setter
+    def mapped_first(self, arg0: int) -> None:
+        ...
+    @property
+    def mapped_slots(self) -> int:
+        ...
+    @mapped_slots.setter
+    def mapped_slots(self, arg0: int) -> None:
+        ...
+    @property
     def max_per_expert(self) -> int:
         ...
     @max_per_expert.setter
@@ -239,6 +257,12 @@ class Config:
         ...
     @max_tokens.setter
     def max_tokens(self, arg0: int) -> None:
+        ...
+    @property
+    def node_ranks(self) -> int:
+        ...
+    @node_ranks.setter
+    def node_ranks(self, arg0: int) -> None:
         ...
     @property
     def num_experts(self) -> int:
@@ -270,10 +294,21 @@ class Config:
     def rank(self, arg0: int) -> None:
         ...
     @property
+    def relay_bytes(self) -> int:
+        """
+        With node_ranks: size of the memory for what this rank relays, where nodes are of one size.
+        """
+    @property
     def remote_peers(self) -> int:
         ...
     @remote_peers.setter
     def remote_peers(self, arg0: int) -> None:
+        ...
+    @property
+    def remote_slots(self) -> int:
+        ...
+    @remote_slots.setter
+    def remote_slots(self, arg0: int) -> None:
         ...
     @property
     def replicas(self) -> int:
@@ -294,11 +329,6 @@ class Config:
     @property
     def scales_per_row(self) -> int:
         ...
-    @property
-    def shared_bytes(self) -> int:
-        """
-        Size of the part that peers write into.
-        """
     @property
     def slot_bytes(self) -> int:
         ...
@@ -473,7 +503,7 @@ class Carried:
     An AllToAll as its proxy sees it.
     """
 class Exchange(Carried):
-    def __init__(self, config: Config, own: Mapping, peers: collections.abc.Mapping[int, Mapping], threads: int, timeout: float) -> None:
+    def __init__(self, config: Config, own: Mapping, peers: collections.abc.Mapping[int, Mapping], nodes: collections.abc.Sequence[int], threads: int, timeout: float) -> None:
         ...
     def check_order(self, step: int) -> None:
         """
@@ -495,6 +525,12 @@ class Exchange(Carried):
         """
     def fail(self, reason: str, origin: int, peer: int, step: int, message: str) -> None:
         ...
+    def lay_relays(self, relays: collections.abc.Mapping[int, Mapping]) -> None:
+        """
+        Memory by rank, anew in each generation.
+        """
+    def make_plan(self, ids: int, wide: bool, tokens: int) -> Plan:
+        ...
     def name_networks(self, by_peer: collections.abc.Sequence[str]) -> None:
         ...
     def peer_busy(self, peer: int, busy: bool) -> None:
@@ -503,6 +539,10 @@ class Exchange(Carried):
         ...
     def raise_trouble(self) -> None:
         ...
+    def relay_bytes(self, rank: int) -> int:
+        """
+        Size of a rank's memory for what ranks of its node return to others by way of it.
+        """
     def release(self, step: int) -> None:
         ...
     def reset(self, generation: int, alive: collections.abc.Sequence[bool]) -> None:
@@ -640,8 +680,6 @@ def libfabric_status(wheels: collections.abc.Sequence[str] = []) -> dict:
     """
     Returns what libfabric offers on this machine: path, version, error, and for each provider available, nics, device_memory, why_not.
     """
-def make_plan(config: Config, ids: int, wide: bool, tokens: int, alive: collections.abc.Sequence[bool]) -> Plan:
-    ...
 def output_layout(config: Config) -> OutputLayout:
     """
     On the CPU device: x and scale have memory of their own, all that is small lies in one buffer.

@@ -89,7 +89,7 @@ class HostHeap(pplx_comm._core.Carried):
         Bytes of host memory.
         """
 class Exchange:
-    def __init__(self, config: pplx_comm._core.Config, own: SharedMemory, peers: collections.abc.Mapping[int, SharedMemory], remote: collections.abc.Sequence[int], proxied: bool, blocks_on_gpu: bool, gdrcopy: bool, device: int, timeout: float, num_sms: int, large_tokens: int, sending_share: int) -> None:
+    def __init__(self, config: pplx_comm._core.Config, own: SharedMemory, peers: collections.abc.Mapping[int, SharedMemory], nodes: collections.abc.Sequence[int], remote: collections.abc.Mapping[int, int], proxied: bool, blocks_on_gpu: bool, gdrcopy: bool, device: int, timeout: float, num_sms: int, large_tokens: int, sending_share: int) -> None:
         ...
     def await_experts(self, launch: Launch, first: int, count: int) -> None:
         """

@@ -52,7 +52,13 @@ class AllToAll:
     placement: where blocks for other nodes lie with device="cuda": "host", pinned memory that kernels write and read; "device", GPU
         memory that the NIC writes and reads; "auto", GPU memory where the provider reaches it and its writes there are seen in
         order. None takes PPLX_COMM_PLACEMENT, else "auto". `python -m pplx_comm doctor` says what "auto" would choose.
-    node_size: overrides which ranks share a node: ranks 0 to node_size - 1 do, and so on.
+    node_size: overrides which ranks share a node: ranks 0 to node_size - 1 do, and so on. The bits of a combine depend on it: see
+        docs/design.md, Sums by node.
+    dedup: "node" sends a row once to each other node whose ranks want it, and one sum comes back; "rank" sends it to each rank.
+        "auto" is "rank" so far. The bits are the same. With "node" all ranks make their receive calls in the order of the steps,
+        and blocks are whole; device="cpu" only. See docs/across-nodes.md.
+    combine_wire: with dedup="node", sums of other nodes come back in the dtype, "native", or as e4m3 with a scale per 128 numbers,
+        "fp8": half the bytes, an error of up to 1/16 of each number, and no gradients. See docs/across-nodes.md.
     in_flight: steps that may be open at once: 1, 2, 4 or 8.
     replicas: ranks 0 to replicas - 1 hold the same tokens, and so on, as ranks of one tensor parallel group do. Replicas share a
         node, and pass the same to every call (accumulate's out too). Each sends and adds up a part of the tokens, and in
@@ -98,6 +104,8 @@ class AllToAll:
         nics: str | Sequence[str] | None = None,
         proxy_threads: int = 1,
         node_size: int | None = None,
+        dedup: str = "auto",
+        combine_wire: str = "native",
         in_flight: int = 1,
         replicas: int = 1,
         slot_bytes: int | None = None,
@@ -113,9 +121,10 @@ class AllToAll:
         arguments = Arguments(
             num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=dtype, wire=wire,
             layout=Ragged() if layout is None else layout, device=device, transport=transport, provider=provider, nics=nics,
-            proxy_threads=proxy_threads, node_size=node_size, in_flight=in_flight, replicas=replicas, slot_bytes=slot_bytes,
-            lent_outputs=lent_outputs, num_sms=num_sms, hooks=hooks, timeout=timeout, scale_layout=scale_layout,
-            placement=placement, first_step=self._first_step, symmetric_memory=symmetric_memory,
+            proxy_threads=proxy_threads, node_size=node_size, dedup=dedup, combine_wire=combine_wire, in_flight=in_flight,
+            replicas=replicas, slot_bytes=slot_bytes, lent_outputs=lent_outputs, num_sms=num_sms, hooks=hooks,
+            timeout=timeout, scale_layout=scale_layout, placement=placement, first_step=self._first_step,
+            symmetric_memory=symmetric_memory,
         )  # fmt: skip
         begun = time.monotonic()
         self._steps = _open(comm, arguments)
@@ -336,18 +345,27 @@ class AllToAll:
         slot_bytes: int | None = None,
         lent_outputs: int = 0,
         remote_peers: int = 0,
+        dedup: str = "rank",
+        device: str = "cpu",
     ) -> int:
-        """Bytes that a rank reserves at construction. remote_peers: how many of its peers the proxy carries to."""
+        """Bytes that a rank reserves at construction. device="cuda": of blocks and their words alone. remote_peers: how many of its
+        peers the proxy carries to; with dedup="node" nodes have equal numbers of ranks."""
         c = make_config(
             world_size, 0, num_experts=num_experts, top_k=top_k, hidden=hidden,
             max_tokens_per_rank=max_tokens_per_rank, dtype=dtype, wire=wire,
             layout=Ragged() if layout is None else layout, in_flight=in_flight, scale_layout="row",
-            replicas=replicas, slot_bytes=slot_bytes, lent_outputs=lent_outputs,
+            replicas=replicas, slot_bytes=slot_bytes, dedup=dedup, lent_outputs=lent_outputs,
+            on_gpu=device == "cuda",
         )  # fmt: skip
         c.lent = lent_outputs
-        c.remote_peers = integer("remote_peers", remote_peers, 0, world_size - 1)
+        c.remote_peers = c.remote_slots = integer("remote_peers", remote_peers, 0, world_size - 1)
+        if dedup == "node" and remote_peers:
+            c.node_ranks = world_size - remote_peers
+        if c.on_gpu:
+            c.mapped_slots = world_size - remote_peers
+            return int(c.mapped_bytes + (c.heap_bytes if remote_peers else 0))
         staging = in_flight * max_tokens_per_rank * c.row_bytes(0) if Wire.of(wire).quantised else 0
-        return int(c.heap_bytes) + staging
+        return int(c.heap_bytes) + staging + int(c.relay_bytes)
 
     def close(self) -> None:
         """Releases all memory and threads. Idempotent. Does not wait for peers; returns within 2 s even if they are dead.

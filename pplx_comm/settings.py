@@ -189,7 +189,7 @@ class Settings:
     sending_share: int = _variable(
         "PPLX_COMM_SENDING_SHARE", _whole(1, 100), "1 to 100",
         "Of the thread blocks of a dispatch of many tokens, in percent, those that send; the others receive from the start",
-        value=0, default="by their number: src/cuda/large/tuning.h",
+        value=0, default="by ranks, tokens and thread blocks: src/cuda/large/tuning.h",
     )  # fmt: skip
     part_bytes: int = _variable(
         "PPLX_COMM_PART_BYTES", _whole(1, 2**40), "1 to 2^40",

@@ -47,7 +47,7 @@ void Proxy::attach(ProxyObject o) {
   object->life = ++life_ & 0xffffffu;
   const std::size_t words = std::size_t{o.config.in_flight} * kOps * o.config.world, mail = object->heap.mailbox_words(o.config);
   for (std::uint32_t op = 0; op < kOps; ++op) {
-    object->layout[op] = block_layout(o.config, Op(op));
+    object->layout[op] = network_block(o.config, Op(op));
     object->parts[op] = part_sizes(o.config, Op(op));
   }
   object->words = static_cast<std::uint32_t>(words);
@@ -134,6 +134,8 @@ bool Proxy::take_mail() {
   for (std::uint32_t number = 0; number < kMaxObjects; ++number) {
     if (!objects_[number]) continue;
     Object& object = *objects_[number];
+    // Another proxy of this rank may add, too.
+    if (object.heap.turns != 0) __atomic_fetch_add(word(object, object.heap.turns), 1, __ATOMIC_RELAXED);
     const std::uint64_t* const mail = word(object, object.heap.mailbox);
     const std::uint64_t* const seen = object.seen.data();
     const std::size_t words = object.seen.size();
@@ -240,14 +242,13 @@ std::optional<Proxy::Cut> Proxy::next_piece(Object& object, const Job& job, std:
 
 // Splits what was cut into shards, and makes it the job's.
 void Proxy::begin(Object& object, Job& job, std::uint32_t word, const Cut& cut) {
-  const Config& c = object.o.config;
   job.index = object.out_index(word, cut.number);
   Outgoing& out = object.out[job.index];
   out.begun = true;
   out.step = cut.step;
   out.piece = cut.number;
   out.source = outgoing_of(mailbox_entry(object.heap, object.o.memory, word)) + cut.at;
-  out.target = object.heap.slot_at(c, set_of(c, out.step), job.op, c.rank) + cut.at;
+  out.target = object.target_at(out.step, job.op, job.peer) + cut.at;
   out.bytes = cut.bytes;
   out.shards = 1;
   out.shard_bytes = out.bytes;
@@ -264,14 +265,13 @@ void Proxy::begin(Object& object, Job& job, std::uint32_t word, const Cut& cut) 
 // but none can be, for without it no piece goes that the others are for. True if a job is to be made: there is one in the queue
 // until all credits have been posted.
 bool Proxy::begin_credit(Object& object, const Job& job, std::uint64_t mail) {
-  const Config& c = object.o.config;
   Outgoing& out = object.out[job.index];
   const bool queued = out.begun && out.posted < out.shards;
   const auto step = static_cast<std::uint32_t>(mail);
   if (!out.begun || out.step != step) out.posted = 0;
   out.begun = true;
   out.step = step;
-  out.target = object.heap.slot_at(c, set_of(c, step), job.op, c.rank);
+  out.target = object.target_at(step, job.op, job.peer);
   out.shards = pieces_in(mail, object.o.generation, step);
   return !queued;
 }
@@ -280,11 +280,11 @@ bool Proxy::begin_credit(Object& object, const Job& job, std::uint64_t mail) {
 // fabric takes it.
 bool Proxy::post(const Job* jobs, std::uint32_t count) {
   std::uint32_t to_come[kMaxEndpoints] = {};
-  for (std::uint32_t i = 0; i < count; ++i) ++to_come[endpoint_of(jobs[i], objects_[jobs[i].object]->out[jobs[i].index].posted)];
+  for (std::uint32_t i = 0; i < count; ++i) ++to_come[endpoint_of(jobs[i])];
   bool moved = false;
   for (std::uint32_t i = 0; i < count; ++i) {
     Object& object = *objects_[jobs[i].object];
-    --to_come[endpoint_of(jobs[i], object.out[jobs[i].index].posted)];
+    --to_come[endpoint_of(jobs[i])];
     moved |= post_shards(object, jobs[i], to_come);
   }
   return moved;
@@ -303,7 +303,7 @@ bool Proxy::post_shards(Object& object, const Job& job, const std::uint32_t* to_
   while (out.posted < out.shards) {
     const std::uint64_t begin = std::min(out.bytes, out.shard_bytes * out.posted);
     const std::uint64_t end = std::min(out.bytes, begin + out.shard_bytes);
-    const std::uint32_t endpoint = endpoint_of(job, out.posted);
+    const std::uint32_t endpoint = endpoint_of(job);
     w.endpoint = static_cast<int>(endpoint);
     w.source_offset = out.source + begin;
     w.bytes = end - begin;
@@ -342,7 +342,8 @@ bool Proxy::take_completions() {
   return n > 0;
 }
 
-// A peer's dispatch may be one turn of its set ahead of this rank. Combine and weights answer a dispatch that this rank sent.
+// A peer's dispatch may be one turn of its set ahead of this rank. Its weights follow its own dispatch, whichever is here first; a
+// combine answers a dispatch that this rank sent.
 void Proxy::arrived(std::uint32_t bits) {
   const Immediate i = unpack(bits);
   Object* object = objects_[i.object].get();
@@ -360,9 +361,11 @@ void Proxy::arrived(std::uint32_t bits) {
   const std::uint32_t set = set_of(c, i.step);
   Incoming& in = object->in[object->heap.word_index(c, set, i.op, i.source)];
   const Outgoing& asked = object->out[object->heap.word_index(c, set, Op::Dispatch, i.source)];
-  const bool current = in.begun && same_step(in.step, i);   // more of a dispatch that has begun
-  const std::uint32_t step = i.op != Op::Dispatch ? asked.step : current ? in.step : in.next;
-  const bool open = (i.op == Op::Dispatch || asked.begun) && same_step(step, i);
+  const Incoming& its = object->in[object->heap.word_index(c, set, Op::Dispatch, i.source)];
+  const bool current = its.begun && same_step(its.step, i);   // the dispatch has begun
+  const std::uint32_t step = i.op == Op::Combine ? asked.step : current ? its.step : its.next;
+  const bool late = in.begun && step_difference(step, in.step) < 0;   // weights of the set's next step came before their dispatch
+  const bool open = !late && (i.op != Op::Combine || asked.begun) && same_step(step, i);
   if (!open || i.shard >= i.shards) {
     ++stats_.dropped;
     return;

@@ -39,6 +39,7 @@ struct ProxyObject {
   char* arrivals = nullptr;                        // see Carried
   LocalRegion region;                              // the same, registered
   std::vector<std::unique_ptr<RemoteRegion>> peers;   // indexed by rank: the heaps of remote peers; null: not carried by the proxy
+  std::vector<std::uint32_t> slots;                // indexed by rank: the number of this rank's slots there. Empty: its own number
   std::function<void(const ProxyFailure&)> on_failure;
   std::shared_ptr<void> owner;                     // keeps the memory while writes may read it
 };
@@ -105,6 +106,9 @@ class Proxy {
     std::uint32_t life = 0;          // distinguishes completions of an earlier object of this number
     std::uint32_t words = 0;         // words of the mailbox, without credits
     std::vector<std::uint32_t> remote;
+    std::uint64_t target_at(std::uint32_t step, Op op, std::uint32_t peer) const {   // this rank's slot in the peer's heap
+      return heap.remote_slot_at(set_of(o.config, step), op, o.slots.empty() ? o.config.rank : o.slots[peer]);
+    }
     std::vector<std::uint64_t> seen; // the mailbox at the last look, in whole cache lines
     std::vector<Outgoing> out;       // indexed by word_index, again for other parts, or the other place in pieces; then the credits
     std::vector<Sender> senders;     // indexed by word_index; only in an AllToAll in parts or in pieces
@@ -135,10 +139,13 @@ class Proxy {
   static bool begin_credit(Object& object, const Job& job, std::uint64_t mail);
   bool post(const Job* jobs, std::uint32_t count);
   bool post_shards(Object& object, const Job& job, const std::uint32_t* to_come);
-  // From both ranks' numbers. An endpoint writes to the peer's endpoint of the same number, so with the peer's number alone all
-  // small blocks for it would arrive through one.
-  std::uint32_t endpoint_of(const Job& job, std::uint32_t shard) const {
-    return (objects_[job.object]->o.config.rank + job.peer + shard) % endpoints_;
+  // Returns the endpoint of the job's next shard, from both ranks' numbers. An endpoint writes to the peer's endpoint of the same
+  // number, so with the peer's number alone all small blocks for it would arrive through one. Parts too small for shards take the
+  // endpoints in turn: one peer alone keeps all of them busy.
+  std::uint32_t endpoint_of(const Job& job) const {
+    const Object& object = *objects_[job.object];
+    const Outgoing& out = object.out[job.index];
+    return (object.o.config.rank + job.peer + out.piece + out.posted) % endpoints_;
   }
   bool take_completions();
   void arrived(std::uint32_t immediate);

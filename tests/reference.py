@@ -1,7 +1,8 @@
 """Expected results of dispatch and combine, in plain torch, from docs/design.md alone: nothing here is shared with the library.
 
 Every result is meant to the last bit: sums in fp32, multiply then add, each rounded; choices in k order; every rank's partial
-sum rounded to the row's dtype; ranks ascending; one rounding at the end.
+sum rounded to the row's dtype; ranks ascending; one rounding at the end. With several nodes, the rows of a node's ranks are added first,
+ranks ascending, and rounded to the row's dtype; then nodes ascending.
 """
 
 from __future__ import annotations
@@ -30,6 +31,8 @@ class Shape:
     rows: int | None = None  # Ragged(max_rows=), Padded(max_tokens_per_expert=); None: no limit
     replicas: int = 1  # ranks in a row that hold the same tokens; those of them that live send them in turn
     dead: tuple[int, ...] = ()
+    nodes: tuple[int, ...] = ()  # the node of each rank; none: all are of one
+    combine_fp8: bool = False  # sums of other nodes travel as codes and scales
 
     @property
     def quantised(self) -> bool:
@@ -44,6 +47,13 @@ class Shape:
         first = rank - rank % self.replicas
         living = [r for r in range(first, first + self.replicas) if r not in self.dead]
         return torch.tensor([living[t % len(living)] == rank for t in range(tokens)], dtype=torch.bool)
+
+    @property
+    def added_first(self) -> list[list[int]]:
+        """Ranks whose rows are added, and rounded, before they are added to others': those of each of several nodes."""
+        if len(set(self.nodes)) < 2:
+            return [[rank] for rank in range(self.world_size)]
+        return [[rank for rank in range(self.world_size) if self.nodes[rank] == node] for node in sorted(set(self.nodes))]
 
     def experts_of(self, rank: int) -> range:
         first = min(rank * self.experts_per_rank, self.num_experts)
@@ -233,9 +243,8 @@ def combine(
     kept = _kept(shape, everybody, rank)
     total = torch.zeros(count, shape.hidden) if start is None else start.float()
     owner = torch.where(mine.ids < 0, -1, mine.ids // shape.experts_per_rank)
-    for other in range(shape.world_size):
-        if alive is not None and not alive[other]:
-            continue
+
+    def partial_of(other: int) -> torch.Tensor:
         partial = torch.zeros(count, shape.hidden)
         for k in range(shape.top_k):
             use = ((owner[:, k] == other) & kept[:, k]).nonzero().reshape(-1)
@@ -245,9 +254,19 @@ def combine(
             if weighted:
                 out = w[use, k][:, None] * out
             partial[use] = partial[use] + out
-        partial = partial.to(shape.dtype).float()
-        touched = (owner == other).any(dim=1)
-        total[touched] = total[touched] + partial[touched]
+        return partial.to(shape.dtype).float()
+
+    for ranks in shape.added_first:
+        of_node, some = torch.full((count, shape.hidden), -0.0), torch.zeros(count, dtype=torch.bool)
+        for other in ranks:
+            touched = (owner == other).any(dim=1)
+            if alive is None or alive[other]:
+                of_node[touched] = of_node[touched] + partial_of(other)[touched]
+                some |= touched
+        sums = of_node[some].to(shape.dtype)
+        if shape.combine_fp8 and shape.nodes[ranks[0]] != shape.nodes[rank]:
+            sums = dequantise(*quantise(sums), "fp8").to(shape.dtype)
+        total[some] = total[some] + sums.float()
     return total.to(shape.dtype)
 
 

@@ -9,6 +9,7 @@ from bench.harness.clock import Clock, Traffic
 from bench.harness.options import Transport
 from bench.harness.reference import Checks
 from bench.harness.world import World
+from bench.harness.writes import nodes_of
 from pplx_comm import all_to_all
 from pplx_comm.handles import Dispatched
 
@@ -24,12 +25,13 @@ class Ours:
             self._a2a = all_to_all.AllToAll(
                 self._comm, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden, max_tokens_per_rank=shape.tokens,
                 dtype=o.dtype, wire=o.wire, layout=shape.layout, transport=transport.transport,
-                provider=transport.provider, node_size=transport.node_size, timeout=timeout,
+                provider=transport.provider, node_size=transport.node_size, dedup=transport.dedup, timeout=timeout,
                 slot_bytes=o.slot_bytes, device="cpu",
             )  # fmt: skip
         except BaseException:
             self._comm.close()
             raise
+        self._nodes = nodes_of(world, transport)
         self._y = torch.empty(shape.tokens, o.hidden, dtype=o.dtype)
         self.traffic = Traffic()
 
@@ -48,7 +50,7 @@ class Ours:
         if clock.recording:
             self.traffic.count(between - before, a2a.stats()["bytes_sent"] - between)
         if checks:
-            checks.combined(self.name, self._y)
+            checks.combined(self.name, self._y, self._nodes)
             self._poison(batch, d)
         del d
 
@@ -60,7 +62,7 @@ class Ours:
         d = clock.time(self.name, "round trip", round_trip)
         if checks:
             checks.dispatched(self.name, d)
-            checks.combined(self.name, self._y)
+            checks.combined(self.name, self._y, self._nodes)
             self._poison(batch, d)
         del d
 
@@ -71,7 +73,7 @@ class Ours:
         c = clock.time(self.name, "combine_send", lambda: a2a.combine_send(expert_out, d, out=self._y))
         clock.time(self.name, "combine_recv", lambda: a2a.combine_recv(c))
         if checks:
-            checks.combined(self.name, self._y)
+            checks.combined(self.name, self._y, self._nodes)
 
     def _throw_away(self, batch: Batch) -> Dispatched:
         """A dispatch whose output's memory the next one will get."""

@@ -35,7 +35,7 @@ from bench.harness.progress import Progress
 from bench.harness.reference import Checks, Wrong
 from bench.harness.results import FUSED, PHASES, PeerPoint, Point, Results
 from bench.harness.world import Off, World
-from bench.harness.writes import Writes, remote_ranks
+from bench.harness.writes import Writes, nodes_of, remote_ranks
 from pplx_comm.all_to_all import AllToAll
 from pplx_comm.communicator import Communicator
 from pplx_comm.errors import Error
@@ -134,8 +134,8 @@ class Size:
         return AllToAll(
             comm, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden, max_tokens_per_rank=self._shape.tokens,
             dtype=o.dtype, wire=o.wire, layout=self._shape.layout, device=self._device.device, transport=transport.transport,
-            provider=transport.provider, node_size=transport.node_size, timeout=o.timeout, num_sms=num_sms,
-            in_flight=in_flight, slot_bytes=o.slot_bytes, lent_outputs=o.lent_outputs,
+            provider=transport.provider, node_size=transport.node_size, dedup=transport.dedup, timeout=o.timeout,
+            num_sms=num_sms, in_flight=in_flight, slot_bytes=o.slot_bytes, lent_outputs=o.lent_outputs,
         )  # fmt: skip
 
     def measure(self, peers: list[GpuPeer], results: Results) -> None:
@@ -177,7 +177,7 @@ class Size:
             a2a = world.all_or_none(lambda: self.open(comm, transport, num_sms), f"transport {transport.name}")
             with a2a:
                 if self._options.check:
-                    self._check(a2a)
+                    self._check(a2a, transport)
                 self._kernels(a2a, point)
                 self._eager(a2a, point)
         finally:
@@ -207,7 +207,7 @@ class Size:
         a2a = world.all_or_none(lambda: self.open(world.comm, transport, num_sms), f"transport {transport.name}")
         with a2a:
             if self._options.check:
-                self._check(a2a)
+                self._check(a2a, transport)
             self._kernels(a2a, point)
             self._eager(a2a, point)
         point.bytes_per_rank = {phase: float(sum(self._bytes_to(op))) for op, phase in enumerate(PHASES)}
@@ -238,7 +238,7 @@ class Size:
         a2a = world.all_or_none(lambda: self.open(world.comm, transport, num_sms), f"transport {transport.name}")
         with a2a:
             if self._options.check:
-                self._check(a2a)
+                self._check(a2a, transport)
             self._kernels(a2a, point)
             self._eager(a2a, point)
             point.bytes_per_rank = {phase: float(sum(self._bytes_to(op))) for op, phase in enumerate(PHASES)}
@@ -274,7 +274,7 @@ class Size:
             d = a2a.dispatch_recv(a2a.dispatch_send(x, ids, weights))
             a2a.combine_recv(a2a.combine_send(self.answers(i), d))
 
-    def _check(self, a2a: AllToAll) -> None:
+    def _check(self, a2a: AllToAll, transport: Transport | None = None) -> None:
         batch: Batch = self._batches[0]
         checks = Checks(batch, self._source.table, self._notes)
         d = a2a.dispatch(self.x[0], self.ids[0], self.weights[0])
@@ -283,7 +283,7 @@ class Size:
         assert isinstance(y, torch.Tensor)
         here = {name: None if (t := getattr(d, name)) is None else t.cpu() for name in _TENSORS}
         checks.dispatched("mapped", SimpleNamespace(**here))  # type: ignore[arg-type]
-        checks.combined("mapped", y.cpu())
+        checks.combined("mapped", y.cpu(), () if transport is None else nodes_of(self._world, transport))
 
     # ---- replays -----------------------------------------------------------------------------------------------------
 

@@ -17,12 +17,13 @@ PEERS = {"cpu": ("gloo", "mpi"), "cuda": ("nccl", "ag_rs", "symm_mem", "deep_ep"
 
 @dataclass(frozen=True)
 class Transport:
-    """One way to carry, as --transport names it: mapped, auto, proxy, proxy:PROVIDER, nvshmem, nvshmem:RANKS OF A NODE."""
+    """One way to carry, as --transport names it: mapped, auto, dedup, proxy, proxy:PROVIDER, nvshmem, nvshmem:RANKS OF A NODE."""
 
     name: str
     transport: str
     provider: str | None
     node_size: int | None
+    dedup: str = "rank"
 
 
 @dataclass(frozen=True)
@@ -99,14 +100,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     what.add_argument(
         "--transport", type=_names, default=("auto",), metavar="T,T,...",
         help="mapped; proxy:PROVIDER, every peer through the proxy (shm, tcp, efa, verbs, ...); proxy, over the best "
-            "provider; nvshmem, mapped inside a node and posts by kernels across; nvshmem:1, every peer by NVSHMEM; auto (auto)",
+            "provider; nvshmem, mapped inside a node and posts by kernels across; nvshmem:1, every peer by NVSHMEM; auto; dedup, "
+            "as auto, with a row once per node (auto)",
     )  # fmt: skip
     what.add_argument("--provider", help="libfabric provider of auto and of a bare proxy")
     what.add_argument(
         "--node-size",
         type=positive,
         metavar="N",
-        help="auto, nvshmem: treat each N consecutive ranks as one node; the proxy, or NVSHMEM, carries to all others",
+        help="auto, dedup, nvshmem: treat each N consecutive ranks as one node; the proxy, or NVSHMEM, carries to all others",
     )
     what.add_argument(
         "--peers", "--peer", type=_peers, metavar="P,P",
@@ -155,6 +157,8 @@ def _transport(name: str, arguments: argparse.Namespace) -> Transport:
         return Transport(name, kind, None, int(provider) if provider else arguments.node_size)
     if kind == "proxy":
         return Transport(name, kind, provider or arguments.provider, 1)
+    if kind == "dedup":
+        return Transport(name, "auto", provider or arguments.provider, arguments.node_size, "node")
     return Transport(name, kind, provider or arguments.provider, arguments.node_size if kind == "auto" else None)
 
 

@@ -100,14 +100,16 @@ def check_dispatched(batch: Batch, d: Dispatched) -> None:
     check_rows(batch, d.x.reshape(-1, hidden)[place], scales, source, token)
 
 
-def combined(batch: Batch, table: torch.Tensor, compact: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def combined(batch: Batch, table: torch.Tensor, compact: bool, nodes: tuple[int, ...] = ()) -> tuple[torch.Tensor, torch.Tensor]:
     """Returns the expected result of combine, in the library's own order of roundings, and the magnitudes that errors scale
-    with."""
+    with. nodes: of ranks, whose rows are added first; none: all are of one."""
     shape = batch.shape
     values, dest = batch.value_of(shape.rank, compact), batch.dest[shape.rank]
     weights = batch.topk_weights
     total = torch.zeros(shape.tokens, shape.options.hidden)
     magnitude = torch.zeros_like(total)
+    groups = nodes if len(set(nodes)) > 1 else tuple(range(shape.world))
+    of_node = {node: torch.zeros_like(total) for node in sorted(groups)}
     for rank in range(shape.world):
         partial = torch.zeros_like(total)
         for k in range(shape.options.top_k):
@@ -122,6 +124,8 @@ def combined(batch: Batch, table: torch.Tensor, compact: bool) -> tuple[torch.Te
             term = rows if compact else rows * weights[tokens, k, None]
             partial[tokens] += term
             magnitude[tokens] += term.abs()
+        of_node[groups[rank]] += partial.to(shape.options.dtype).float()
+    for partial in of_node.values():
         total += partial.to(shape.options.dtype).float()
     return total.to(shape.options.dtype), magnitude
 
@@ -153,14 +157,16 @@ class Checks:
         self._batch = batch
         self._table = table
         self._notes = notes
+        self._sums: dict[tuple[int, ...], torch.Tensor] = {}
 
     @cached_property
     def _expected(self) -> tuple[torch.Tensor, torch.Tensor]:
         return combined(self._batch, self._table, compact=False)
 
-    @cached_property
-    def _expected_of_ours(self) -> torch.Tensor:
-        return combined(self._batch, self._table, compact=True)[0] if self._batch.shape.compact else self._expected[0]
+    def _expected_of_ours(self, nodes: tuple[int, ...]) -> torch.Tensor:
+        if nodes not in self._sums:
+            self._sums[nodes] = combined(self._batch, self._table, self._batch.shape.compact, nodes)[0]
+        return self._sums[nodes]
 
     def _note(self, backend: str, check: Callable[[], None]) -> None:
         try:
@@ -172,8 +178,8 @@ class Checks:
     def dispatched(self, backend: str, d: Dispatched) -> None:
         self._note(backend, lambda: check_dispatched(self._batch, d))
 
-    def combined(self, backend: str, y: torch.Tensor) -> None:
-        self._note(backend, lambda: check_combined(y, self._expected_of_ours))
+    def combined(self, backend: str, y: torch.Tensor, nodes: tuple[int, ...] = ()) -> None:
+        self._note(backend, lambda: check_combined(y, self._expected_of_ours(nodes)))
 
     def rows(self, backend: str, rows: torch.Tensor, scales: torch.Tensor | None) -> None:
         """A peer's received rows, by expert without gaps."""

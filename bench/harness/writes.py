@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 
+import numpy as np
+
 import pplx_comm._core as _core
 from bench import _instruments
 from bench.harness.batch import Batch, Ints, Shape
@@ -18,12 +20,20 @@ from pplx_comm.wiring import libfabric
 PAGE = 4096
 
 
+def nodes_of(world: World, transport: Transport) -> tuple[int, ...]:
+    """The node of each rank, on which sums depend."""
+    if transport.node_size is None:
+        return tuple(world.comm.control.node_of)
+    return tuple(rank // transport.node_size for rank in range(world.size))
+
+
 def remote_ranks(world: World, transport: Transport) -> frozenset[int]:
-    """The peers that the transport reaches through the proxy."""
-    if transport.node_size is not None:
-        here = world.rank // transport.node_size
-        return frozenset(rank for rank in range(world.size) if rank // transport.node_size != here)
-    return frozenset(rank for rank in range(world.size) if not world.comm.control.same_node(rank))
+    """The peers that the transport reaches through the proxy: with dedup one on each node, where nodes are of one size."""
+    nodes = nodes_of(world, transport)
+    same = [rank for rank in range(world.size) if nodes[rank] == nodes[world.rank]]
+    number = [nodes[:rank].count(nodes[rank]) for rank in range(world.size)]
+    rails = range(len(same)) if transport.dedup == "rank" else (number[world.rank],)
+    return frozenset(rank for rank in range(world.size) if rank not in same and number[rank] in rails)
 
 
 class Writes:
@@ -32,6 +42,7 @@ class Writes:
     def __init__(self, world: World, shape: Shape, transport: Transport, remote: frozenset[int]) -> None:
         self.name = f"writes, {transport.name}"
         self._shape, self._world = shape, world
+        self._nodes = np.array(nodes_of(world, transport)) if transport.dedup == "node" else None
         self._remote = sorted(remote)
         self._early = 0
         self.prepare: Callable[[], None] = lambda: None
@@ -57,6 +68,9 @@ class Writes:
     def step(self, batch: Batch, clock: Clock, checks: Checks | None) -> None:
         me, shape = self._shape.rank, self._shape
         out, back = batch.rows[me], batch.rows[:, me]
+        if self._nodes is not None:
+            wanted = np.stack([batch.wants[:, :, self._nodes == node].any(axis=2) for node in self._nodes], axis=2).sum(axis=1)
+            out, back = wanted[me], wanted[:, me]
         wire = shape.payload_bytes + shape.scale_bytes
         self._time(clock, "dispatch", out * wire, back * wire)
         self._time(clock, "combine", back * shape.row_bytes, out * shape.row_bytes)

@@ -265,7 +265,7 @@ EXPECTED = {
 }
 NONE: dict[str, Any] = {}
 SPLIT: dict[str, Any] = {"shard_bytes": 32 * KIB}
-"""With it the proxy splits each part of a block over the NICs. Parts below its default go by one, all of a block by the same."""
+"""With it the proxy splits each part of a block over the NICs. Parts below its default go by one each."""
 
 
 @dataclass(frozen=True)

@@ -56,6 +56,7 @@ FIRST_STEP_FACTOR: int = _core.FIRST_STEP_FACTOR
 AWAY = _CPP["AWAY"]
 BUSY = _CPP["BUSY"]
 PASSED_ON = _CPP["PASSED_ON"]
+ANSWERED = _CPP["ANSWERED"]
 PROXY_TURN = Deadline(0.1, "without a turn of the proxy's thread: then a timeout says that it is stuck; it takes one each ms")
 
 # close() of an AllToAll, in this order.

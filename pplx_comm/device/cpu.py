@@ -94,8 +94,7 @@ class Cpu:
         self.checks = Checks(session)
         self._config, self._wire, self._dtype = session.config, session.wire, session.dtype
         self._hidden, self._top_k = session.hidden, session.top_k
-        self._in_pieces: bool = session.config.in_pieces
-        self._alive = session.control.alive()
+        self._in_order: bool = session.config.in_pieces or session.config.node_ranks > 0
         self._held = Held()
         self._outputs = Outputs(session.config)
         self._hooks = _core.hook_layout(session.config) if session.request.hooks else None
@@ -106,7 +105,7 @@ class Cpu:
         """Does nothing: calls return when they are done."""
 
     def renew(self, alive: list[bool]) -> None:
-        self._alive = alive
+        """Does nothing: the exchange has been told."""
 
     def set_num_sms(self, num_sms: int) -> None:
         """A CPU has none."""
@@ -160,7 +159,7 @@ class Cpu:
         x, topk_ids, topk_weights, x_scale, _ = sent
         tokens = self.checks.tokens(x, x_scale)
         ids, weights = self.checks.ids(topk_ids, tokens), self.checks.weights("topk_weights", topk_weights, tokens)
-        core = _core.make_plan(self._config, ids.data_ptr(), ids.dtype == torch.int64, tokens, self._alive)
+        core = self.core.make_plan(ids.data_ptr(), ids.dtype == torch.int64, tokens)
         return CpuPlan(owner, core, weights, self.core.generation)
 
     @_awaited
@@ -168,7 +167,7 @@ class Cpu:
         assert isinstance(d, CpuDispatched)
         assert d.memory is not None
         with self._failing["dispatch_recv"]:
-            if self._in_pieces:
+            if self._in_order:
                 self.core.check_order(d.step)  # before the memory is taken
             outputs = self._outputs.fill(d, d.memory, d.zeroed) if d.filled is None else d.filled
             d.small, d.memory, d.filled = outputs.small, None, None

@@ -65,7 +65,7 @@ class Graph:
     def __init__(self, steps: Steps) -> None:
         self.steps = steps
         session = steps.session
-        self._wire = session.wire
+        self._wire, self._combine_fp8 = session.wire, session.config.combine_fp8
         tickets = steps.device.tickets()
         scale = tickets.scale
         spec = Spec(
@@ -112,6 +112,12 @@ class Graph:
             raise Error(
                 f"{call}: autograd cannot follow wire={self._wire.value!r}, whose rows are codes: call it under "
                 "torch.no_grad() and write the backward pass as a dispatch and a combine, or use wire='native'"
+            )
+
+        if self._combine_fp8:
+            raise Error(
+                f"{call}: autograd cannot follow combine_wire='fp8', which rounds sums on their way back: call it under "
+                "torch.no_grad(), or use combine_wire='native'"
             )
 
     def refuse(self, call: str) -> None:

@@ -59,6 +59,7 @@ def make_config(
     scale_layout: str,
     replicas: int = 1,
     slot_bytes: int | None = None,
+    dedup: str = "rank",
     lent_outputs: int = 0,
     first_step: int = 1,
     on_gpu: bool = False,
@@ -82,6 +83,8 @@ def make_config(
     if hidden * dtype.itemsize % 16:
         raise Error(f"hidden={hidden} of {dtype} is {hidden * dtype.itemsize} bytes: a row must be a multiple of 16 bytes")
     c.wire = _core.Wire.__members__[Wire.of(wire).name]
+    if dedup not in ("auto", "rank", "node"):
+        raise Error(f"dedup={dedup!r} must be 'auto', 'rank' or 'node'")
     if scale_layout not in ("row", "tma"):
         raise Error(f"scale_layout={scale_layout!r} must be 'row' or 'tma'")
     c.scale_tma = scale_layout == "tma"
@@ -96,6 +99,13 @@ def make_config(
                 f"slot_bytes={slot_bytes} must be at least {c.least_slot_bytes} here: steps of up to 256 tokens a rank never go "
                 "in pieces"
             )
+        if c.in_pieces and dedup == "node":
+            raise Error(
+                f"dedup='node' needs whole blocks, and slot_bytes={slot_bytes} cuts them in pieces: give slot_bytes at least "
+                f"{c.whole_slot_bytes}, or leave it out"
+            )
+        if dedup == "node":
+            c.slot_bytes = 0  # whole, also with the larger headers of node blocks
         if c.in_pieces and replicas > 1 and on_gpu:
             raise Error(
                 f"replicas={replicas} with device='cuda' needs whole blocks, and slot_bytes={slot_bytes} cuts them in pieces: "
@@ -175,6 +185,8 @@ class Arguments:
     nics: str | Sequence[str] | None
     proxy_threads: int
     node_size: int | None
+    dedup: str
+    combine_wire: str
     in_flight: int
     replicas: int
     slot_bytes: int | None
@@ -201,7 +213,7 @@ class Arguments:
                 world_size, rank, num_experts=self.num_experts, top_k=self.top_k, hidden=self.hidden,
                 max_tokens_per_rank=self.max_tokens_per_rank, dtype=self.dtype, wire=self.wire, layout=self.layout,
                 in_flight=self.in_flight, scale_layout=self.scale_layout, replicas=self.replicas, slot_bytes=self.slot_bytes,
-                lent_outputs=self.lent_outputs, first_step=self.first_step, on_gpu=where.type == "cuda",
+                dedup=self.dedup, lent_outputs=self.lent_outputs, first_step=self.first_step, on_gpu=where.type == "cuda",
             )  # fmt: skip
             if where.type == "cuda":
                 whole = self.transport == "nvshmem" and self.in_flight > nvshmem.MOST_IN_FLIGHT_WITH_PARTS
@@ -210,7 +222,7 @@ class Arguments:
             error = str(reason)
         return Request(
             config, self._compared(config, where, settings, error), self.transport,
-            self.provider or settings.provider, self.node_size,
+            self.provider or settings.provider, self.node_size, self.dedup, self.combine_wire,
             100.0 if error else float(self.timeout), error, nics=names, proxies=self.proxy_threads, gpu=where.index,
             num_sms=self.num_sms or 0, hooks=self.hooks, placement=self.placement or settings.placement, settings=settings,
             symmetric_memory=self.symmetric_memory,
@@ -232,6 +244,12 @@ class Arguments:
         seconds("timeout", self.timeout)
         if self.node_size is not None:
             integer("node_size", self.node_size, 1, world_size)
+        if self.combine_wire not in ("native", "fp8"):
+            raise Error(f"combine_wire={self.combine_wire!r} must be 'native' or 'fp8'")
+        if self.combine_wire == "fp8" and self.dedup != "node":
+            raise Error(f"combine_wire='fp8' is for what a node's ranks answer together: it needs dedup='node', not {self.dedup!r}")
+        if self.dedup == "node" and where.type == "cuda":
+            raise Error("dedup='node' is for device='cpu' so far: on a GPU leave it out, or give 'rank'")
         integer("proxy_threads", self.proxy_threads, 1, 2)
         if not isinstance(self.hooks, bool):
             raise Error(f"hooks={self.hooks!r} must be True or False")
@@ -245,7 +263,7 @@ class Arguments:
             "num_experts": self.num_experts, "top_k": self.top_k, "hidden": self.hidden,
             "max_tokens_per_rank": self.max_tokens_per_rank, "dtype": str(self.dtype), "wire": wire, "layout": repr(self.layout),
             "transport": self.transport, "device": where.type, "provider": self.provider, "proxy_threads": self.proxy_threads,
-            "node_size": self.node_size,
+            "node_size": self.node_size, "dedup": self.dedup, "combine_wire": self.combine_wire,
             "in_flight": self.in_flight, "replicas": self.replicas, "slot_bytes": self.slot_bytes,
             "lent_outputs": self.lent_outputs, "timeout": self.timeout,
             "scale_layout": self.scale_layout, "first_step": config.first_step, "PPLX_COMM_LARGE_TOKENS": settings.large_tokens,

@@ -17,7 +17,7 @@ from pplx_comm.gpus import cuda_module
 from pplx_comm.wiring import nvshmem
 from pplx_comm.wiring.compare import Attempts, agree
 from pplx_comm.wiring.libfabric import Locality
-from pplx_comm.wiring.peers import Peers
+from pplx_comm.wiring.peers import Peers, mapped_range, nodes_of, remote_of_all
 from pplx_comm.wiring.placement import blocks_on_gpu
 from pplx_comm.wiring.request import Request
 from pplx_comm.wiring.symmetric import Heaps, Symmetric, lay_symmetric_memory
@@ -59,24 +59,28 @@ def make_gpu_exchange(
     config, timeout, gpu = request.config, request.patience, request.gpu
     assert gpu is not None
     attempts = Attempts()
+    if not request.by_kernels:  # else near peers may be of any node
+        config.mapped_first, config.mapped_slots = mapped_range(request, control)
     kernels = attempts.run(nvshmem.usable_kernels if request.by_kernels else cuda_module)
     heaps, apart, large_tokens = _map_heaps(control, request, peers, kernels, attempts)
     proxied = proxied or bool(apart)
-    peers = peers.apart_from({rank for rank in peers.mapped if (control.rank, rank) in apart or (rank, control.rank) in apart})
+    remote = remote_of_all(request, control, sorted([control.rank, *peers.mapped, *peers.remote]), apart)
+    peers = peers.with_remote(remote[control.rank])
     heaps.of_peers = {rank: heap for rank, heap in heaps.of_peers.items() if rank in peers.mapped}
-    config.remote_peers = len(peers.remote)
+    config.remote_peers, config.remote_slots = len(peers.remote), max(map(len, remote.values()))
     # Such a carrier is there for all remote peers, and no proxy.
     carried = proxied and request.by_kernels
     proxied = proxied and not carried
     symmetric = None
     if carried:
-        symmetric = lay_symmetric_memory(control, request, peers, kernels, heaps)
+        symmetric = lay_symmetric_memory(control, request, peers, remote, kernels, heaps)
         peers, kernels = symmetric.peers, symmetric.kernels
     on_gpu = attempts.run(
         lambda: proxied and blocks_on_gpu(request, list(localities.values()), list(localities).index(control.rank))
     )
-    arguments: list[Any] = [config, heaps.own, heaps.of_peers, peers.remote, proxied, bool(on_gpu), request.settings.gdrcopy, gpu]
-    arguments += [request.timeout, request.num_sms, large_tokens, request.settings.sending_share]
+    slots = {peer: sorted(remote[peer]).index(control.rank) for peer in peers.remote}
+    arguments: list[Any] = [config, heaps.own, heaps.of_peers, nodes_of(request, control), slots, proxied, bool(on_gpu)]
+    arguments += [request.settings.gdrcopy, gpu, request.timeout, request.num_sms, large_tokens, request.settings.sending_share]
     if request.by_kernels and (symmetric is None or symmetric.puts):
         arguments += _where_blocks_are(symmetric)
     exchange = attempts.run(lambda: kernels.Exchange(*arguments))  # type: ignore[union-attr]
@@ -136,7 +140,7 @@ def _check_fetches(config: _core.Config, fetches: list[bool]) -> None:
 
 
 def _allocate(config: _core.Config, kernels: Any, gpu: int, what: str) -> _cuda.SharedMemory:
-    memory = kernels.SharedMemory(gpu, config.shared_bytes, what)
+    memory = kernels.SharedMemory(gpu, config.mapped_bytes, what)
     with torch.cuda.device(gpu):  # the GPU need not be the current one; only it can write there
         kernels.leave_blank(config, memory)
     return memory

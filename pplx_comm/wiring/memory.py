@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+from typing import Any
 
 import pplx_comm._core as _core
 from pplx_comm.control import memfd
 from pplx_comm.control.plane import ControlPlane
 from pplx_comm.settings import Settings
 from pplx_comm.wiring.compare import Attempts, agree
-from pplx_comm.wiring.peers import Peers
+from pplx_comm.wiring.peers import Peers, nodes_of
 from pplx_comm.wiring.request import Request
 
 
@@ -18,31 +19,63 @@ def make_exchange(control: ControlPlane, request: Request, peers: Peers, ranks_h
     """Collective. ranks_here: how many ranks take their threads from this host's cores. share: bytes that this rank may take."""
     config, timeout = request.config, request.patience
     attempts = Attempts()
-    with contextlib.ExitStack() as held:
-        what = f"the blocks of an AllToAll on rank {control.rank}"
-        fd = attempts.run(lambda: memfd.allocate(config.heap_bytes, what, share))
-        if fd is not None:
-            held.callback(os.close, fd)
-        agree(control, "AllToAll: memory", {"error": attempts.error}, timeout)
-        assert fd is not None
-        exchange = attempts.run(lambda: _map(control, request, fd, peers.mapped, ranks_here))
+    theirs = dict.fromkeys(peers.mapped, int(config.mapped_bytes))
+    heaps = _share(control, attempts, config.heap_bytes, theirs, ("the blocks", "AllToAll: memory"), timeout, share)
+
+    def make() -> _core.Exchange:
+        assert heaps is not None
+        own = heaps.pop(control.rank)
+        threads = threads_of_a_rank(ranks_here, request.settings)
+        return _core.Exchange(config, own, heaps, nodes_of(request, control), threads, request.timeout)
+
+    exchange = attempts.run(make)
     agree(control, "AllToAll: mappings", {"error": attempts.error}, timeout)
     assert exchange is not None
     return exchange
 
 
-def _map(control: ControlPlane, request: Request, fd: int, mapped: list[int], ranks_here: int) -> _core.Exchange:
-    config = request.config
-    received = control.share_fds([fd], "AllToAll: memory")
+def lay_relays(control: ControlPlane, request: Request, exchange: Any, peers: Peers) -> None:
+    """Collective, anew in each generation: relays serve other sources then."""
+    if request.config.node_ranks == 0:
+        return
+    attempts = Attempts()
+    nbytes = {rank: max(1, exchange.relay_bytes(rank)) for rank in [control.rank, *peers.mapped]}
+    what = ("the relayed rows", "AllToAll: memory of relays")
+    relays = _share(control, attempts, nbytes.pop(control.rank), nbytes, what, request.patience)
+    attempts.run(lambda: exchange.lay_relays(relays))
+    agree(control, "AllToAll: relays", {"error": attempts.error}, request.patience)
+
+
+def _share(
+    control: ControlPlane,
+    attempts: Attempts,
+    nbytes: int,
+    theirs: dict[int, int],
+    what: tuple[str, str],
+    timeout: float,
+    share: int | None = None,
+) -> dict[int, _core.Mapping] | None:
+    """Collective: memory of this rank and of mapped peers, by rank. theirs: bytes of each peer's. what: a name and a tag."""
+    name, tag = what
+    with contextlib.ExitStack() as held:
+        fd = attempts.run(lambda: memfd.allocate(nbytes, f"{name} of an AllToAll on rank {control.rank}", share))
+        if fd is not None:
+            held.callback(os.close, fd)
+        agree(control, tag, {"error": attempts.error}, timeout)
+        assert fd is not None
+        return attempts.run(lambda: _map(control, fd, nbytes, theirs, tag))
+
+
+def _map(control: ControlPlane, fd: int, nbytes: int, theirs: dict[int, int], tag: str) -> dict[int, _core.Mapping]:
+    received = control.share_fds([fd], tag)
     with contextlib.ExitStack() as held:
         for fds in received.values():
-            for theirs in fds:
-                held.callback(os.close, theirs)
-        own = _core.Mapping(fd, config.heap_bytes)
-        for rank in mapped:
-            memfd.check_of_peer(received[rank][0], config.shared_bytes, rank)
-        heaps = {rank: _core.Mapping(received[rank][0], config.shared_bytes, touched=False) for rank in mapped}
-    return _core.Exchange(config, own, heaps, threads_of_a_rank(ranks_here, request.settings), request.timeout)
+            for one in fds:
+                held.callback(os.close, one)
+        for rank, least in theirs.items():
+            memfd.check_of_peer(received[rank][0], least, rank)
+        mapped = {rank: _core.Mapping(received[rank][0], least, touched=False) for rank, least in theirs.items()}
+        return {**mapped, control.rank: _core.Mapping(fd, nbytes)}
 
 
 def threads_of_a_rank(ranks_here: int, settings: Settings) -> int:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 from pplx_comm.control.plane import ControlPlane
@@ -19,13 +21,9 @@ class Peers:
     mapped: list[int]
     remote: list[int]
 
-    def apart_from(self, ranks: set[int]) -> Peers:
-        """A copy in which those ranks are remote."""
-        return Peers([rank for rank in self.mapped if rank not in ranks], sorted({*self.remote, *ranks}))
-
-    def joined_by(self, ranks: set[int]) -> Peers:
-        """A copy in which those ranks are mapped."""
-        return Peers(sorted({*self.mapped, *ranks}), [rank for rank in self.remote if rank not in ranks])
+    def with_remote(self, ranks: set[int]) -> Peers:
+        """A copy in which those ranks are remote, and no others."""
+        return Peers([rank for rank in sorted([*self.mapped, *self.remote]) if rank not in ranks], sorted(ranks))
 
     def of(self, survivors: list[int]) -> Peers:
         return Peers(*([rank for rank in ranks if rank in survivors] for ranks in (self.mapped, self.remote)))
@@ -48,12 +46,58 @@ def find_peers(request: Request, control: ControlPlane, alive: list[int]) -> Pee
     return Peers(mapped, remote)
 
 
+def nodes_of(request: Request, control: ControlPlane) -> list[int]:
+    """Returns the node of each rank. A combine's sums depend on it, so it depends on no transport."""
+    if request.node_size is None:
+        return control.node_of
+    return [rank // request.node_size for rank in range(control.world_size)]
+
+
+def mapped_range(request: Request, control: ControlPlane) -> tuple[int, int]:
+    """Returns this node's first rank, and the most ranks from the first to the last of any node. They all have slots: dead ranks,
+    too, and those whose memory cannot be mapped."""
+    nodes = [_node(request, control, rank) for rank in range(control.world_size)]
+    last = {node: rank for rank, node in enumerate(nodes)}
+    return nodes.index(nodes[control.rank]), max(last[node] + 1 - nodes.index(node) for node in last)
+
+
+def remote_of_all(
+    request: Request, control: ControlPlane, alive: list[int], apart: Iterable[tuple[int, int]]
+) -> dict[int, set[int]]:
+    """Returns each rank's remote peers. apart: ranks of a node of which one cannot map the other's memory."""
+    remote = {a: {b for b in alive if _node(request, control, a) != _node(request, control, b)} for a in alive}
+    for a, b in apart:
+        remote[a].add(b)
+        remote[b].add(a)
+    return remote
+
+
+def node_ranks(request: Request, control: ControlPlane, peers: Peers | None) -> int:
+    """Returns the most ranks of a node, where rows go once to each node; else 0."""
+    nodes = nodes_of(request, control)
+    most = max(Counter(nodes).values())
+    if request.dedup != "node" or peers is None:
+        return 0
+    apart = [rank for rank in peers.remote if nodes[rank] == nodes[control.rank]]
+    if apart:
+        raise Error(
+            f"dedup='node' needs ranks that share the memory of their node, and transport={request.transport!r} keeps ranks "
+            f"{control.rank} and {apart[0]} apart: use transport='auto', or node_size= beside 'proxy'"
+        )
+    if most in (1, len(nodes)):
+        return 0
+    if most > 32:
+        raise Error(f"dedup='node' is for nodes of up to 32 ranks, and one has {most}: use dedup='rank'")
+    if most * request.config.experts_per_rank > 4096:
+        raise Error(f"dedup='node' is for up to 4096 experts on a node, and there are {most * request.config.experts_per_rank}")
+    return most
+
+
 def _node(request: Request, control: ControlPlane, rank: int) -> int:
-    """The node of a rank, for this AllToAll."""
-    if request.node_size is not None:
-        return rank // request.node_size
+    """Returns the number of the group of ranks that share memory for this AllToAll."""
     # Replicas share memory also where all other peers are to be reached by the proxy.
-    return rank // request.config.replicas if request.transport == "proxy" else control.node_of[rank]
+    by_proxy = request.transport == "proxy" and request.node_size is None
+    return rank // request.config.replicas if by_proxy else nodes_of(request, control)[rank]
 
 
 def _check_replicas(request: Request, control: ControlPlane, others: list[int]) -> None:

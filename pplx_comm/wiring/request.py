@@ -21,6 +21,8 @@ class Request:
     transport: str
     provider: str | None  # None: the best there is
     node_size: int | None
+    dedup: str  # "auto", "rank" or "node"
+    combine_wire: str
     timeout: float  # limit for a step
     error: str | None = None  # the mistake in this rank's arguments
     nics: tuple[str, ...] = ()  # names of this rank's NICs

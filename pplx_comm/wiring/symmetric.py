@@ -40,17 +40,21 @@ class Symmetric:
     blocks: int  # where blocks for them begin, and come; 0: nowhere
 
 
-def lay_symmetric_memory(control: ControlPlane, request: Request, peers: Peers, kernels: Any, heaps: Heaps) -> Symmetric:
-    """Collective. Heaps in symmetric memory take the place of those that are there."""
+def lay_symmetric_memory(
+    control: ControlPlane, request: Request, peers: Peers, remote: dict[int, set[int]], kernels: Any, heaps: Heaps
+) -> Symmetric:
+    """Collective. Heaps in symmetric memory take the place of those that are there. Near peers are taken out of `remote`, each
+    rank's."""
     config, timeout, gpu, given = request.config, request.patience, request.gpu, request.symmetric_memory
     assert gpu is not None
-    most = config.shared_bytes + config.heap_bytes
+    most = config.mapped_bytes + config.heap_bytes
     reach = nvshmem.library.start(control, gpu, most, given, timeout, peers.mapped, request.settings.near, nvshmem.queue_of(config))
-    peers = peers.joined_by(reach.near_of(control.rank))
-    config.remote_peers = len(peers.remote)
-    answers = agree(control, "AllToAll: puts", {"puts": bool(peers.remote)}, timeout)
-    puts = any(answer is not None and answer["puts"] for answer in answers)
-    before = config.shared_bytes if reach.any_near else 0
+    for rank in remote:
+        remote[rank] -= reach.near_of(rank)
+    peers = peers.with_remote(remote[control.rank])
+    config.remote_peers, config.remote_slots = len(peers.remote), max(map(len, remote.values()))
+    puts = config.remote_slots > 0
+    before = config.mapped_bytes if reach.any_near else 0
     if reach.any_near:
         heaps.own, heaps.of_peers = None, {}  # given back first
     kernels = kernels if puts else cuda_module()  # these know no carrier, and are leaner
@@ -59,7 +63,7 @@ def lay_symmetric_memory(control: ControlPlane, request: Request, peers: Peers, 
     if reach.any_near:
         attempts = Attempts()
         heaps.own = attempts.run(lambda: _fresh_heap(config, kernels, gpu, segment.address))
-        heaps.of_peers = {rank: kernels.SharedMemory.lent(gpu, segment.near[rank], config.shared_bytes) for rank in peers.mapped}
+        heaps.of_peers = {rank: kernels.SharedMemory.lent(gpu, segment.near[rank], config.mapped_bytes) for rank in peers.mapped}
         try:
             agree(control, "AllToAll: heaps", {"error": attempts.error}, timeout)
         except BaseException:
@@ -70,7 +74,7 @@ def lay_symmetric_memory(control: ControlPlane, request: Request, peers: Peers, 
 
 def _fresh_heap(config: _core.Config, kernels: Any, gpu: int, address: int) -> Any:
     """Returns a heap that no peer writes yet: all have given back what they had."""
-    heap = kernels.SharedMemory.lent(gpu, address, config.shared_bytes)
+    heap = kernels.SharedMemory.lent(gpu, address, config.mapped_bytes)
     with torch.cuda.device(gpu):
         kernels.clear(heap)
         kernels.leave_blank(config, heap)

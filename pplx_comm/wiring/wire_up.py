@@ -16,8 +16,8 @@ from pplx_comm.wiring.compare import Answers, Attempts, agree, compare
 from pplx_comm.wiring.connect import connect
 from pplx_comm.wiring.gpu_memory import make_gpu_exchange
 from pplx_comm.wiring.libfabric import Locality, this_locality
-from pplx_comm.wiring.memory import make_exchange
-from pplx_comm.wiring.peers import Peers, find_peers
+from pplx_comm.wiring.memory import lay_relays, make_exchange
+from pplx_comm.wiring.peers import Peers, find_peers, node_ranks, nodes_of
 from pplx_comm.wiring.record import Wiring
 from pplx_comm.wiring.request import Request
 
@@ -31,13 +31,15 @@ def wire_up(control: ControlPlane, request: Request, used_numbers: set[int]) -> 
     attempts = Attempts(request.error)
     left = [rank for rank, lives in enumerate(control.alive()) if lives]
     peers = attempts.run(lambda: find_peers(request, control, left))
+    config.node_ranks = attempts.run(lambda: node_ranks(request, control, peers)) or 0
+    config.combine_fp8 = bool(config.node_ranks) and request.combine_wire == "fp8"
     locality = attempts.run(lambda: _locality(request))
     answers = agree(
         control,
         "AllToAll: arguments",
         {
             "error": attempts.error,
-            "compared": {"version": __version__, **request.compared},
+            "compared": {"version": __version__, "nodes": attempts.run(lambda: nodes_of(request, control)), **request.compared},
             "used": sorted(used_numbers),
             "host": host_key(),
             "memory": memfd.available_bytes(),  # before any rank takes some
@@ -57,6 +59,7 @@ def wire_up(control: ControlPlane, request: Request, used_numbers: set[int]) -> 
     if control.generation > 0:  # made after a reset, by those that are left
         wiring.exchange.reset(core_generation(control.generation), [rank in alive for rank in range(control.world_size)])
     try:
+        lay_relays(control, request, wiring.exchange, wiring.peers)
         if proxied:
             connect(control, request, wiring, alive)
         # No rank writes before all can receive.
@@ -81,6 +84,7 @@ def rewire(control: ControlPlane, request: Request, wiring: Wiring, survivors: l
     if wiring.puts:
         settle(control, request, wiring, answers)
     elif any(answer is not None and answer["remote"] for answer in answers):
+        lay_relays(control, request, wiring.exchange, wiring.peers)
         connect(control, request, wiring, survivors)
     agree(control, "reset: ready", {}, request.patience)
 

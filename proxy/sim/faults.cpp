@@ -36,11 +36,14 @@ const char* name_of(Fault fault) {
     case Fault::CorruptCounts: return "header: counts";
     case Fault::CorruptFlags: return "header: flags";
     case Fault::CorruptPiece: return "header: piece";
+    case Fault::CorruptMask: return "header: mask";
     case Fault::StaleWrite: return "write of an old generation";
     case Fault::StaleWord: return "word of an old generation";
     case Fault::WokeTooLate: return "rank woke after reset";
     case Fault::Finished: return "rows finished for replicas";
     case Fault::ReplicaLost: return "replica lost";
+    case Fault::Relayed: return "rows relayed";
+    case Fault::RelayMoved: return "relay moved";
     case Fault::Piece: return "piece arrived";
     case Fault::Credit: return "credit arrived";
     case Fault::CreditReordered: return "credits reordered";

@@ -45,11 +45,14 @@ enum class Fault : std::uint8_t {
   CorruptCounts,       // ... impossible counts
   CorruptFlags,        // ... a release flag on a block that is no release
   CorruptPiece,        // ... another number of a piece, or of pieces
+  CorruptMask,         // ... a mask of a row without ranks, or with a rank that the node has not
   StaleWrite,          // a write of an earlier generation reached memory that is no longer registered
   StaleWord,           // an arrival word of an earlier generation, of a step far ahead, lay where a new one was expected
   WokeTooLate,         // a vanished rank went on after the others had reset without it
   Finished,            // a rank finished rows of the output for its replicas
   ReplicaLost,         // replicas went on without one of them
+  Relayed,             // a relay had all rows that its node returned to a source; the source's block was overwritten
+  RelayMoved,          // after a reset another rank was the relay of a living one
   Piece,               // a piece that is not the first of its block arrived
   Credit,              // a credit arrived
   CreditReordered,     // a credit arrived after a later one

@@ -120,6 +120,7 @@ Post Network::post(Port& from, const Write& write) {
   f.bytes.resize(write.bytes);
   ++from.under_way;
   ++totals_.writes;
+  from.posted[immediate.object] += write.bytes;
   if (log_.on())
     log_.line("rank %u -> rank %u: %s of step ..%02x, object %u, shard %u of %u, %zu bytes: posted on endpoint %d", from.rank,
               to.rank, op_name(immediate.op), immediate.step, immediate.object, immediate.shard, immediate.shards, write.bytes,

@@ -88,6 +88,7 @@ class Network final : public Clock::Task {
     std::vector<Due> ready;
     std::deque<Due> held;                                // completions for which the queue has no room
     std::uint32_t under_way = 0;
+    std::uint64_t posted[kMaxObjects] = {};              // bytes
     bool overran = false;
     std::unordered_map<int, Time> busy_until;            // indexed by peer
     std::deque<Arrival> history;                         // candidates for replay

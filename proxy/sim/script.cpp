@@ -2,6 +2,8 @@
 
 #include <algorithm>
 #include <array>
+#include <functional>
+#include <utility>
 
 namespace pplx::sim {
 namespace {
@@ -235,7 +237,13 @@ std::vector<char> combined(const Config& c, const Step& step, std::uint32_t rank
   const std::vector<float>& weights = step.late ? role.late_weights : role.weights;
   const std::size_t size = dtype_bytes(c.dtype);
   std::vector<char> y(std::size_t{role.tokens} * c.hidden * size);
-  std::vector<float> total(c.hidden), partial(c.hidden), value(c.hidden);
+  std::vector<float> total(c.hidden), of_node(c.hidden), partial(c.hidden), value(c.hidden);
+  Config fp8 = c;
+  fp8.wire = Wire::FP8;
+  std::vector<char> codes(c.hidden), scales(scale_bytes(fp8));
+  // On one node the sum of each rank's rows counts as that of a node.
+  const bool one_node = std::adjacent_find(step.nodes.begin(), step.nodes.end(), std::not_equal_to<>()) == step.nodes.end();
+  const auto node_of = [&](std::uint32_t owner) { return one_node ? owner : step.nodes[owner]; };
   for (std::uint32_t t = 0; t < role.tokens; ++t) {
     const float* row = role.seen.data() + std::size_t{t} * c.hidden;
     const std::size_t at = std::size_t{t} * c.top_k;
@@ -246,7 +254,10 @@ std::vector<char> combined(const Config& c, const Step& step, std::uint32_t rank
     for (std::uint32_t k = 0; k < c.top_k; ++k)
       if (role.ids[at + k] >= 0) order[n++] = k;
     const auto owner = [&](std::uint32_t k) { return static_cast<std::uint32_t>(role.ids[at + k]) / experts_per_rank(c); };
-    std::stable_sort(order.begin(), order.begin() + n, [&](std::uint32_t a, std::uint32_t b) { return owner(a) < owner(b); });
+    std::stable_sort(order.begin(), order.begin() + n, [&](std::uint32_t a, std::uint32_t b) {
+      return std::pair(node_of(owner(a)), owner(a)) < std::pair(node_of(owner(b)), owner(b));
+    });
+    std::fill(of_node.begin(), of_node.end(), -0.0f);
     for (std::uint32_t i = 0; i < n;) {
       std::fill(partial.begin(), partial.end(), 0.0f);
       const std::uint32_t rank_of_run = owner(order[i]);
@@ -260,7 +271,16 @@ std::vector<char> combined(const Config& c, const Step& step, std::uint32_t rank
           partial[h] = partial[h] + term;
         }
       }
-      for (std::uint32_t h = 0; h < c.hidden; ++h) total[h] = total[h] + rounded_to(partial[h], c.dtype);
+      for (std::uint32_t h = 0; h < c.hidden; ++h) of_node[h] = of_node[h] + rounded_to(partial[h], c.dtype);
+      if (i < n && node_of(owner(order[i])) == node_of(rank_of_run)) continue;
+      for (float& sum : of_node) sum = rounded_to(sum, c.dtype);
+      if (c.combine_fp8 && node_of(rank_of_run) != node_of(rank)) {   // a relay answers
+        quantise(fp8, of_node.data(), codes.data(), scales.data());
+        decode_row(fp8, codes.data(), scales.data(), of_node.data());
+        for (float& sum : of_node) sum = rounded_to(sum, c.dtype);
+      }
+      for (std::uint32_t h = 0; h < c.hidden; ++h) total[h] = total[h] + of_node[h];
+      std::fill(of_node.begin(), of_node.end(), -0.0f);
     }
     for (std::uint32_t h = 0; h < c.hidden; ++h)
       store(y.data() + (std::size_t{t} * c.hidden + h) * size, rounded_to(total[h], c.dtype), c.dtype);

@@ -43,6 +43,7 @@ struct Step {
   bool same_plan = false;                    // as the step before
   bool overflows = false;                    // some rank's output is too small
   std::vector<Role> roles;                   // indexed by rank
+  std::vector<std::uint16_t> nodes;          // indexed by rank: whose rows are added first
   // Indexed by destination: choices by expert, then (source, token, k); Compact: rows by (source, token), their first choices.
   std::vector<std::vector<std::vector<Choice>>> arrivals;
   std::uint32_t closed = 0;                  // how many ranks have closed it

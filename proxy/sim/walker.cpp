@@ -10,6 +10,7 @@ using namespace cpu;
 namespace {
 
 constexpr int kPoison = 0xa5;
+constexpr std::uint64_t kEnough = 2048;
 
 template <typename T>
 void poison(std::vector<T>& memory) {
@@ -47,6 +48,7 @@ Walker::Progress Walker::advance() {
     begun_ = e_.now();
     progress = Progress::Some;
   }
+  if (phase_ == Phase::CombineRecv) poison_relayed();
   if (!e_.poll(*run_, phase_, number_, begun_)) return progress;
   run_.reset();
   finish();
@@ -113,7 +115,7 @@ void Walker::begin_dispatch_send() {
     std::vector<std::int64_t> ids(role_.ids.begin(), role_.ids.end());
     for (std::int64_t& id : ids)
       if (id < -1) id = -id - 2;   // an expert of a dead rank; the caller does not know that it is dead
-    plan_ = std::make_shared<const Plan>(make_plan(c_, ids.data(), role_.tokens, &e_.blocks().alive()));
+    plan_ = std::make_shared<const Plan>(make_plan(c_, ids.data(), role_.tokens, &e_.blocks().alive(), &e_.blocks().rails().rep));
   }
   const std::size_t row = std::size_t{c_.hidden} * (step_->quantised ? 1 : dtype_bytes(c_.dtype)), stride = row + kGap;
   x_.resize(role_.tokens * stride);
@@ -377,14 +379,39 @@ void Walker::check_combine() const {
 
 // ---- memory that may not be read any more --------------------------------------------------------------------------------------
 
-// Poisons the blocks of a step that this rank has read. The start of a slot is enough to reveal a second or late read.
+// Poisons the blocks of a step that this rank has read, except those that its mates read as well. The start of a slot is enough to
+// reveal a second or late read.
 void Walker::poison_slots(Op op) {
-  constexpr std::uint64_t kEnough = 2048;
   const std::uint32_t set = set_of(c_, number_);
-  for (std::uint32_t peer : e_.blocks().peers())
-    std::memset(e_.blocks().own_slot(set, op, peer), kPoison,
-                std::min(kEnough, e_.blocks().heap().slot_bytes[static_cast<std::uint32_t>(op)]));
-  totals_.count(Fault::Poisoned, e_.blocks().peers().size());
+  const Blocks& b = e_.blocks();
+  for (std::uint32_t peer : b.peers())
+    if (op == Op::Combine || !b.relayed(peer))
+      std::memset(b.own_slot(set, op, peer), kPoison, std::min(kEnough, b.heap().slot_bytes[static_cast<std::uint32_t>(op)]));
+  totals_.count(Fault::Poisoned, b.peers().size());
+  if (op != Op::Combine) return;
+  for (std::uint32_t source : b.rails().sources)
+    for (std::uint32_t mate : b.rails().mates)
+      std::memset(b.relay_slot(set, source, mate), kPoison, std::min(kEnough, combine_block(c_).bytes(max_rows_of_block(c_))));
+}
+
+// Poisons a block that ranks of this node read here, once all have returned its rows. Then only its routes are read, for tails.
+void Walker::poison_relayed() {
+  const Blocks& b = e_.blocks();
+  const std::uint32_t set = set_of(c_, number_);
+  const BlockLayout block = dispatch_block(c_);
+  relayed_.resize(b.rails().sources.size());
+  for (std::size_t i = 0; i < relayed_.size(); ++i) {
+    const std::uint32_t source = b.rails().sources[i];
+    const auto returned = [&](std::uint32_t mate) { return b.has_returned(number_, source, mate); };
+    if (relayed_[i] || !std::all_of(b.rails().mates.begin(), b.rails().mates.end(), returned)) continue;
+    relayed_[i] = true;
+    char* const at = b.own_slot(set, Op::Dispatch, source);
+    std::memset(at, kPoison, block.header_bytes);
+    for (std::uint32_t row = 0; row < max_rows_of_block(c_); ++row)
+      std::memset(at + block.row_at(row), kPoison, step_->has_tail ? block.route_at : block.row_bytes);
+    if (step_->late) std::memset(b.own_slot(set, Op::Weights, source), kPoison, std::min(kEnough, b.heap().slot_bytes[2]));
+    totals_.count(Fault::Relayed);
+  }
 }
 
 void Walker::poison_slices() {

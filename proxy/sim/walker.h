@@ -46,6 +46,7 @@ class Walker {
   void check_tail() const;
   void check_combine() const;
   void poison_slots(Op op);
+  void poison_relayed();
   void poison_slices();
   [[noreturn]] void wrong(const std::string& what) const;
   std::size_t output_rows() const;
@@ -63,6 +64,7 @@ class Walker {
   double begun_ = 0;
   std::unique_ptr<cpu::PhaseRun> run_;
   std::shared_ptr<cpu::Received> received_;
+  std::vector<bool> relayed_;                // indexed by source of this relay: the node has returned all of its rows
 
   // The caller's tensors. Rows of x, of the experts' outputs and of y have gaps between them.
   static constexpr std::size_t kGap = 16;

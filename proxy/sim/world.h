@@ -41,6 +41,7 @@ class World {
   struct Object {
     Config config;
     std::vector<std::uint64_t> memory;
+    std::vector<std::vector<std::uint64_t>> relays;   // an area a generation; a rank that was left out still maps the old ones
     std::unique_ptr<cpu::Exchange> exchange;
     LocalRegion region;
     std::vector<std::unique_ptr<Walker>> walkers;
@@ -61,6 +62,8 @@ class World {
     std::unique_ptr<Proxy> proxy;
     std::vector<Object> objects;
     std::optional<std::uint32_t> told;         // the rank that the control connections blame
+    std::optional<std::uint32_t> port;         // this generation's
+    std::uint64_t to_send[kMaxObjects] = {};   // bytes to other nodes, in the steps that all ranks have closed
     Actor* proxy_actor = nullptr;
     Actor* phases_actor = nullptr;
   };
@@ -72,8 +75,10 @@ class World {
 
   Config draw_config(std::uint32_t object, Random& replicas, Random& pieces);
   void draw_pieces(Config& config, Random& pieces) const;
+  void draw_nodes(Random& relays);
   void build();
   void make_object(std::uint32_t number, const Config& config);
+  void lay_relays(std::uint32_t number);
   void connect();                              // fabrics and proxies of a generation
   void start(Rank& rank);
   void run_proxy(std::uint32_t rank);
@@ -94,6 +99,8 @@ class World {
   void stop_fabric(Rank& rank);
   void check_failure(const Rank& rank, const Object& object, const PeerFailure& failure);
   bool waits_for(std::uint32_t rank, std::uint32_t victim) const;
+  static std::uint32_t holder_of(std::uint32_t rank, const Object& object, std::uint32_t peer);
+  std::uint64_t count_at(const Config& config, std::uint32_t peer) const;
   void set_trap(Trap::Kind kind);
   void damage(Fault fault, const Immediate& immediate, char* block);
   void wake_too_late(Rank& rank);
@@ -105,6 +112,8 @@ class World {
   void make_stale(Object& object);
   void check_noticed();
   void check_notices();
+  void count_bytes(const Config& config, const Step& step);
+  void check_bytes();
   bool steps_done() const;
   bool steps_done(const Rank& rank) const;
   bool pump(Time deadline, const std::function<bool()>& done);
@@ -123,6 +132,8 @@ class World {
   bool long_ = false;                          // has more steps than the bits that travel can tell apart
   bool in_pieces_ = false;                     // some AllToAll is
   std::uint32_t replicas_ = 1;                 // in those AllToAlls that have any
+  std::uint32_t node_ranks_ = 0;               // Config::node_ranks of AllToAlls that have whole blocks
+  Nodes nodes_;                                // whose rows are added first: the ranks' nodes, or others
   std::uint32_t objects_ = 1, generation_ = 1, generations_ = 1, steps_ = 1;
   int endpoints_ = 1;
   std::uint64_t shard_bytes_ = 0;

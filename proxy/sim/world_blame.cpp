@@ -59,7 +59,7 @@ void World::strike() {
 void World::set_trap(Trap::Kind kind) {
   constexpr Fault kDamages[] = {Fault::CorruptStep, Fault::CorruptGeneration, Fault::CorruptSource,
                                 Fault::CorruptRows, Fault::CorruptCounts,     Fault::CorruptFlags, Fault::CorruptPiece};
-  const Fault fault = kDamages[random_.below(std::size(kDamages))];
+  const Fault fault = node_ranks_ != 0 && random_.chance(0.5) ? Fault::CorruptMask : kDamages[random_.below(std::size(kDamages))];
   Trap trap;
   trap.kind = kind;
   trap.rank = victim_;
@@ -71,11 +71,21 @@ void World::set_trap(Trap::Kind kind) {
     if (fault == Fault::CorruptPiece) return i.op != Op::Weights;
     if (fault == Fault::CorruptCounts)
       return i.op == Op::Dispatch && i.piece == 0 && header.piece == 0 && local_experts(object.config, peer) > 0 &&
-             bytes >= sizeof header + sizeof(std::uint32_t);
+             bytes >= count_at(object.config, peer) + sizeof(std::uint32_t);
+    if (fault == Fault::CorruptMask)
+      return i.op == Op::Dispatch && header.rows > 0 && object.config.node_ranks != 0 &&
+             bytes >= masks_at(object.config) + sizeof(std::uint32_t);
     return fault != Fault::CorruptFlags || i.op == Op::Combine;
   };
   trap.damage = [this, fault](const Immediate& i, char* block) { damage(fault, i, block); };
   network_.set_trap(std::move(trap));
+}
+
+// The place of a rank's counts in a block for it, or for its node.
+std::uint64_t World::count_at(const Config& c, std::uint32_t peer) const {
+  std::uint32_t number = 0;
+  for (std::uint32_t r = 0; r < peer; ++r) number += ranks_[r].node == ranks_[peer].node;
+  return sizeof(BlockHeader) + (c.node_ranks == 0 ? 0 : 4ull * number * experts_per_rank(c));
 }
 
 // Puts something impossible into the header.
@@ -96,8 +106,9 @@ void World::damage(Fault fault, const Immediate& i, char* block) {
     case Fault::CorruptFlags: header.flags ^= kReleased; break;
     case Fault::CorruptPiece: (random_.chance(0.5) ? header.piece : header.pieces) += other; break;
     default: {
-      const std::uint32_t count = 0x80000000u + other;
-      std::memcpy(block + sizeof header, &count, sizeof count);
+      const bool mask = fault == Fault::CorruptMask;
+      const std::uint32_t word = !mask ? 0x80000000u + other : random_.chance(0.5) ? 0u : 1u << c.node_ranks;
+      std::memcpy(block + (mask ? masks_at(c) : count_at(c, network_.trap().peer)), &word, sizeof word);
     }
   }
   std::memcpy(block, &header, sizeof header);
@@ -167,6 +178,12 @@ void World::tell(Rank& rank, const Abort& abort, const std::string& message) {
   wake(*rank.phases_actor);
 }
 
+// Returns the rank in whose memory `rank` looks for a peer's block: its relay, if that is another rank. Either may be blamed.
+std::uint32_t World::holder_of(std::uint32_t rank, const Object& object, std::uint32_t peer) {
+  const std::vector<std::uint32_t>& holder = object.exchange->blocks().rails().holder;
+  return peer < holder.size() && holder[peer] != rank ? holder[peer] : peer;
+}
+
 // True if `rank` waits for `victim`, perhaps through others.
 bool World::waits_for(std::uint32_t from, std::uint32_t victim) const {
   std::vector<bool> seen(ranks_.size(), false);
@@ -180,7 +197,10 @@ bool World::waits_for(std::uint32_t from, std::uint32_t victim) const {
     for (const Object& object : ranks_[at].objects) {
       if (object.failure) ask.push_back(object.failure->peer);
       for (const std::unique_ptr<Walker>& w : object.walkers)
-        if (const std::uint32_t peer = w->waiting().peer; peer != kNoRank) ask.push_back(peer);
+        if (const std::uint32_t peer = w->waiting().peer; peer != kNoRank) {
+          ask.push_back(peer);
+          ask.push_back(holder_of(at, object, peer));
+        }
     }
   }
   return false;
@@ -211,7 +231,7 @@ void World::check_failure(const Rank& rank, const Object& object, const PeerFail
   // a replica of that rank, which waits for rows that it cannot finish.
   const auto gave_up_on_silent = [&](bool silent) {
     if (!silent || f.reason != AbortReason::Timeout || f.peer >= ranks_.size()) return false;
-    if (!late_[f.peer] && !waits_for(f.peer, victim_)) return false;
+    if (!waits_for(f.peer, victim_) && !waits_for(holder_of(rank.number, object, f.peer), victim_)) return false;
     late_[f.peer] = true;
     return true;
   };
@@ -221,7 +241,8 @@ void World::check_failure(const Rank& rank, const Object& object, const PeerFail
     case Trouble::Vanish:
       // A timeout blames the rank that it waited for, which may itself have been waiting.
       if (f.peer >= ranks_.size()) wrong("blames no rank");
-      if (!late_[f.peer] && !waits_for(f.peer, victim_)) wrong("blames a rank that does not wait for it");
+      if (!waits_for(f.peer, victim_) && !waits_for(holder_of(rank.number, object, f.peer), victim_))
+        wrong("blames a rank that does not wait for it");
       late_[f.peer] = true;
       break;
     case Trouble::FailWrite:

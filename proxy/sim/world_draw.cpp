@@ -9,12 +9,16 @@ using namespace cpu;
 
 std::string World::describe() const {
   const Config& c = ranks_.front().objects.front().config;
-  return std::to_string(ranks_.size()) + " ranks on " + std::to_string(ranks_.back().node + 1) + " nodes, " +
+  std::uint32_t nodes = 0;
+  for (const Rank& rank : ranks_) nodes = std::max(nodes, rank.node + 1);
+  return std::to_string(ranks_.size()) + " ranks on " + std::to_string(nodes) + " nodes, " +
          std::to_string(objects_) + " AllToAll(s), " + std::to_string(c.num_experts) + " experts, top " + std::to_string(c.top_k) +
          ", hidden " + std::to_string(c.hidden) + ", at most " + std::to_string(c.max_tokens) + " tokens, in_flight " +
          std::to_string(c.in_flight) + ", " +
          (in_pieces(c) ? "slots of " + std::to_string(heap_of(c).slot_rows) + " rows, " : "") +
          (replicas_ > 1 ? std::to_string(replicas_) + " replicas, " : "") +
+         (c.node_ranks != 0 ? "relays for up to " + std::to_string(c.node_ranks) + " ranks of a node, " : "") +
+         (c.combine_fp8 ? "sums in fp8, " : "") +
          std::to_string(endpoints_) + " endpoint(s), " + std::to_string(generations_) + " generation(s)";
 }
 
@@ -46,6 +50,9 @@ Config World::draw_config(std::uint32_t object, Random& replicas, Random& pieces
   if (replicas_ > 1 && replicas.chance(0.8)) c.replicas = replicas_;
   if (random_.chance(0.06)) c.max_rows = c.max_per_expert = random_.between(1u, std::max(1u, most / 4));
   if (goes_in_pieces) draw_pieces(c, pieces);
+  c.node_ranks = node_ranks_;
+  if (in_pieces(c)) c.node_ranks = 0;
+  c.combine_fp8 = c.node_ranks != 0 && Random(mix(seed_ + 6 + object)).chance(0.3);
   return c;
 }
 
@@ -55,6 +62,27 @@ void World::draw_pieces(Config& c, Random& pieces) const {
   const std::uint32_t rows = pieces.chance(0.6) ? std::min(most, pieces.between(1u, 3u)) : pieces.between(1u, most);
   c.whole_tokens = pieces.between(1u, kPlaces * rows);
   c.slot_bytes = std::uint64_t{c.world} * kPlaces * (dispatch_block(c).bytes(rows) + combine_block(c).bytes(rows) + 2 * 63);
+}
+
+// Draws nodes of up to eight ranks, unequal, of consecutive ranks or not. Replicas stay together.
+void World::draw_nodes(Random& relays) {
+  const auto groups = static_cast<std::uint32_t>(ranks_.size()) / replicas_;
+  std::vector<std::uint32_t> order(groups), node_of(groups);
+  for (std::uint32_t g = 0; g < groups; ++g) order[g] = g;
+  if (relays.chance(0.4))
+    for (std::uint32_t g = groups; g > 1; --g) std::swap(order[g - 1], order[relays.below(g)]);
+  const std::uint32_t most = relays.between(1u, 8 / replicas_);
+  for (std::uint32_t g = 0, node = 0; g < groups; ++node) {
+    const std::uint32_t end = std::min(groups, g + (relays.chance(0.5) ? most : relays.between(1u, most)));
+    for (; g < end; ++g) node_of[order[g]] = node;
+  }
+  std::map<std::uint32_t, std::uint16_t> numbers;
+  Nodes nodes;
+  for (std::uint32_t r = 0; r < ranks_.size(); ++r)
+    nodes.push_back(numbers.emplace(node_of[r / replicas_], numbers.size()).first->second);
+  if (!groups_sums(nodes)) return;
+  std::vector<std::uint32_t> count(numbers.size());
+  for (Rank& rank : ranks_) node_ranks_ = std::max(node_ranks_, ++count[rank.node = nodes[rank.number]]);
 }
 
 void World::build() {
@@ -97,6 +125,13 @@ void World::build() {
     actors_.push_back(std::make_unique<Actor>(*this, r, false));
     ranks_[r].phases_actor = actors_.back().get();
   }
+  Random nodes(mix(seed_ + 4)), relays(mix(seed_ + 5));
+  if (relays.chance(0.4)) draw_nodes(relays);
+  const bool any = nodes.chance(0.5) && node_ranks_ == 0;   // sums depend on the table alone
+  const std::uint32_t most = nodes.between(1u, world);
+  std::map<std::uint32_t, std::uint16_t> numbers;
+  for (const Rank& rank : ranks_)
+    nodes_.push_back(numbers.emplace(any ? nodes.below(most) : rank.node, numbers.size()).first->second);
   scripts_.resize(objects_);
   for (std::uint32_t o = 0; o < objects_; ++o) {
     const Config config = draw_config(o, replicas, pieces);
@@ -118,8 +153,27 @@ void World::make_object(std::uint32_t number, const Config& config) {
     Object& object = rank.objects[number];
     Memory memory;
     memory.own = object.base();
+    memory.nodes = nodes_;
     for (Rank& peer : ranks_) memory.peers.push_back(peer.node == rank.node ? peer.objects[number].base() : nullptr);
     object.exchange = std::make_unique<Exchange>(object.config, memory, 1, timeout_, [this] { return clock_.seconds(); });
+  }
+  lay_relays(number);
+}
+
+// Fresh memory for what ranks of a node return to others by way of each.
+void World::lay_relays(std::uint32_t number) {
+  if (ranks_[0].objects[number].config.node_ranks == 0) return;
+  for (Rank& rank : ranks_) {
+    Object& object = rank.objects[number];
+    const std::uint64_t bytes = rank.alive ? object.exchange->blocks().relay_bytes(rank.number) : 0;
+    object.relays.emplace_back(bytes / sizeof(std::uint64_t), 0);
+  }
+  for (Rank& rank : ranks_) {
+    std::vector<char*> areas(ranks_.size(), nullptr);
+    for (Rank& mate : ranks_)
+      if (mate.alive && mate.node == rank.node)
+        areas[mate.number] = reinterpret_cast<char*>(mate.objects[number].relays.back().data());
+    if (rank.alive) rank.objects[number].exchange->lay_relays(std::move(areas));
   }
 }
 

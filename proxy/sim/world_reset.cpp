@@ -80,16 +80,22 @@ void World::reset() {
   for (Rank& rank : ranks_) {
     if (!rank.alive) continue;
     rank.told.reset();
+    rank.port.reset();
     for (Object& object : rank.objects) {
+      const std::vector<std::uint32_t> rep = object.exchange->blocks().rails().rep;
+      rank.to_send[object.config.object] = 0;
       object.walkers.clear();
       object.failure.reset();
       object.plan.reset();
       object.begun = object.closed = 0;
       object.exchange->reset(generation_, alive_);
       totals_.count(Fault::ReplicaLost, object.exchange->blocks().replicas().size() + 1 < object.config.replicas);
+      for (std::uint32_t peer = 0; peer < rep.size(); ++peer)
+        totals_.count(Fault::RelayMoved, alive_[peer] && object.exchange->blocks().rails().rep[peer] != rep[peer]);
       make_stale(object);
     }
   }
+  for (std::uint32_t o = 0; o < objects_; ++o) lay_relays(o);
   for (auto& script : scripts_) script.clear();
   resetting_ = false;
   if (trouble_ == Trouble::Vanish && random_.chance(0.8))

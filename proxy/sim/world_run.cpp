@@ -2,6 +2,7 @@
 #include "world.h"
 
 #include <algorithm>
+#include <set>
 
 namespace pplx::sim {
 
@@ -24,6 +25,7 @@ void World::connect() {
     if (!rank.alive || rank.objects[0].config.remote_peers == 0) continue;
     rank.fabric = std::make_unique<SimFabric>(network_, rank.number, endpoints_);
     rank.proxy = std::make_unique<Proxy>(*rank.fabric, shard_bytes_);
+    rank.port = rank.fabric->port().number;
     rank.broken = false;
     for (Object& object : rank.objects) {
       const Heap heap = heap_of(object.config);
@@ -179,7 +181,7 @@ bool World::begin_step(Rank& rank, Object& object) {
 bool World::advance(Rank& rank, Object& object) {
   if (object.walkers.empty()) return false;
   std::size_t which = random_.below(object.walkers.size());
-  for (std::size_t i = 0; i < which && object.exchange->blocks().heap().in_pieces; ++i)
+  for (std::size_t i = 0; i < which && (object.exchange->blocks().heap().in_pieces || object.config.node_ranks != 0); ++i)
     if (!object.walkers[which]->in_order_after(*object.walkers[i])) which = i;   // that one first
   Walker& w = *object.walkers[which];
   const bool sent = w.has_sent();
@@ -197,10 +199,43 @@ bool World::advance(Rank& rank, Object& object) {
   const auto living = static_cast<std::uint32_t>(std::count(alive_.begin(), alive_.end(), true));
   if (++step->closed == living) {
     ++totals_.steps;
+    count_bytes(object.config, *step);
     // The next step may still ask for the routing of this one.
     if (step->number > 0) scripts_[object.config.object].erase(step->number - 1);
   }
   return true;
+}
+
+// Adds up what each rank has to send to other nodes in a step, without the library's plan and rails.
+void World::count_bytes(const Config& c, const Step& step) {
+  std::map<std::uint32_t, std::vector<std::uint32_t>> living;   // indexed by node
+  for (const Rank& rank : ranks_)
+    if (alive_[rank.number]) living[rank.node].push_back(rank.number);
+  for (const auto& [here, sources] : living)
+    for (std::size_t i = 0; i < sources.size(); ++i) {
+      const Role& role = step.roles[sources[i]];
+      std::map<std::uint32_t, std::uint32_t> rows;   // indexed by receiver
+      const auto receiver = [&, node = here](std::uint32_t rank) {
+        const std::vector<std::uint32_t>& there = living[ranks_[rank].node];
+        return ranks_[rank].node == node ? kNoRank : c.node_ranks == 0 ? rank : there[i % there.size()];
+      };
+      for (const Rank& rank : ranks_)
+        if (alive_[rank.number] && rank.node != here) rows[receiver(rank.number)] = 0;
+      for (std::uint32_t t = 0; t < role.tokens; ++t) {
+        std::set<std::uint32_t> wanted;
+        for (std::uint32_t k = 0; k < c.top_k && sends(role, t); ++k)
+          if (const std::int32_t id = role.ids[std::size_t{t} * c.top_k + k]; id >= 0)
+            wanted.insert(receiver(static_cast<std::uint32_t>(id) / experts_per_rank(c)));
+        for (std::uint32_t to : wanted)
+          if (to != kNoRank) ++rows[to];
+      }
+      for (const auto& [to, n] : rows) {
+        std::uint64_t& sent = ranks_[sources[i]].to_send[c.object];
+        sent += dispatch_block(c).bytes(n);
+        if (step.late && !step.released) sent += weights_block(c).bytes(n);
+        ranks_[to].to_send[c.object] += network_block(c, Op::Combine).bytes(step.released ? 0 : n);
+      }
+    }
 }
 
 std::shared_ptr<Step> World::step_of(std::uint32_t object, std::uint32_t number) {
@@ -210,6 +245,7 @@ std::shared_ptr<Step> World::step_of(std::uint32_t object, std::uint32_t number)
     const auto before = number > 0 ? script.find(number - 1) : script.end();
     step = make_step(ranks_[0].objects[object].config, alive_, number, before != script.end() ? before->second.get() : nullptr,
                      mix(seed_ ^ mix(generation_) ^ mix(std::uint64_t{object} << 32 | number)));
+    step->nodes = nodes_;
   }
   return step;
 }
@@ -258,6 +294,19 @@ void World::check_notices() {
     }
 }
 
+// Compares the bytes that each rank posted to other nodes with those that the steps' routing asks for.
+void World::check_bytes() {
+  for (Rank& rank : ranks_)
+    for (Object& object : rank.objects) {
+      if (!rank.alive || !rank.port || struck_ || object.exchange->blocks().heap().in_pieces) continue;
+      const std::uint64_t asked = rank.to_send[object.config.object];
+      const std::uint64_t posted = network_.port(*rank.port).posted[object.config.object];
+      if (posted != asked)
+        throw Violation(rank_text(rank.number) + ", object " + std::to_string(object.config.object) + ", sent other nodes " +
+                        std::to_string(posted) + " bytes, not " + std::to_string(asked));
+    }
+}
+
 void World::run() {
   build();
   if (log_.on()) log_.line("seed %llu: %s", static_cast<unsigned long long>(seed_), describe().c_str());
@@ -268,6 +317,7 @@ void World::run() {
     if (steps_done()) {
       check_noticed();
       check_notices();
+      check_bytes();
       if (generation_ >= generations_) break;
     } else {
       finish_in_trouble();

@@ -8,11 +8,11 @@
 #include <utility>
 #include <vector>
 
-#include "../host/failure.h"
 #include "../host/halves.h"
 #include "../host/output_layout.h"
 #include "../protocol/hooks.h"
 #include "../protocol/heap_layout.h"
+#include "../protocol/nodes.h"
 #include "../protocol/plan.h"
 
 namespace py = pybind11;
@@ -20,33 +20,9 @@ namespace py = pybind11;
 namespace pplx {
 namespace {
 
-using Address = std::uintptr_t;
-
-template <typename T>
-T* pointer(Address address) {
-  return reinterpret_cast<T*>(address);
-}
-
 struct HookLayout {
   std::uint32_t arrived, count, words;
 };
-
-template <typename Id>
-std::shared_ptr<const Plan> plan_of(const Config& c, const Id* ids, std::uint32_t tokens, const std::vector<bool>& alive) {
-  for (std::size_t i = 0; i < std::size_t{tokens} * c.top_k; ++i)
-    if (ids[i] < -1 || ids[i] >= static_cast<std::int64_t>(c.num_experts))
-      throw Misuse("topk_ids[" + std::to_string(i / c.top_k) + ", " + std::to_string(i % c.top_k) + "] is " +
-                   std::to_string(ids[i]) +
-                   ": expert ids are 0 to " + std::to_string(c.num_experts - 1) + ", or -1 to drop the choice");
-  return std::make_shared<const Plan>(make_plan(c, ids, tokens, &alive));
-}
-
-std::shared_ptr<const Plan> bound_make_plan(const Config& config, Address ids, bool wide, std::uint32_t tokens,
-                                            const std::vector<bool>& alive) {
-  const py::gil_scoped_release unlocked;
-  return wide ? plan_of(config, pointer<const std::int64_t>(ids), tokens, alive)
-              : plan_of(config, pointer<const std::int32_t>(ids), tokens, alive);
-}
 
 void bind_config_struct(py::module_& m) {
   py::enum_<Dtype>(m, "Dtype").value("BFLOAT16", Dtype::BFloat16).value("FLOAT16", Dtype::Float16).value("FLOAT32", Dtype::Float32);
@@ -77,6 +53,11 @@ void bind_config_struct(py::module_& m) {
       .def_readwrite("part_bytes", &Config::part_bytes)
       .def_readwrite("whole_tokens", &Config::whole_tokens)
       .def_readwrite("remote_peers", &Config::remote_peers)
+      .def_readwrite("mapped_first", &Config::mapped_first)
+      .def_readwrite("mapped_slots", &Config::mapped_slots)
+      .def_readwrite("remote_slots", &Config::remote_slots)
+      .def_readwrite("node_ranks", &Config::node_ranks)
+      .def_readwrite("combine_fp8", &Config::combine_fp8)
       .def_readwrite("on_gpu", &Config::on_gpu)
       .def_readwrite("first_step", &Config::first_step)
       .def_readwrite("object", &Config::object)
@@ -92,8 +73,13 @@ void bind_config_struct(py::module_& m) {
       .def_property_readonly("least_slot_bytes", [](const Config& c) { return least_slot_bytes(c); },
                              "The least slot_bytes for steps that never go in pieces.")
       .def_property_readonly("heap_bytes", [](const Config& c) { return heap_of(c).bytes; })
-      .def_property_readonly("shared_bytes", [](const Config& c) { return heap_of(c).shared_bytes; },
-                             "Size of the part that peers write into.")
+      .def_property_readonly("relay_bytes",
+                             [](const Config& c) {
+                               return c.node_ranks == 0 ? 0 : relay_area(c, ceil_div(c.remote_peers, c.node_ranks)).bytes;
+                             },
+                             "With node_ranks: size of the memory for what this rank relays, where nodes are of one size.")
+      .def_property_readonly("mapped_bytes", [](const Config& c) { return heap_of(c).mapped_bytes; },
+                             "Size of the part that mapped peers write into; on GPUs a memory of its own.")
       .def_property_readonly("experts_per_rank", [](const Config& c) { return experts_per_rank(c); })
       .def_property_readonly("local_experts", [](const Config& c) { return local_experts(c, c.rank); })
       .def_property_readonly("scales_per_row", [](const Config& c) { return scales_per_row(c); })
@@ -123,11 +109,6 @@ void bind_plan(py::module_& m) {
                                return rows;
                              })
       .def("rows", &Plan::rows, py::arg("rank"));
-  m.def("make_plan",
-        [](const Config& config, Address ids, bool wide, std::uint32_t tokens, const std::vector<bool>& alive) {
-          return std::const_pointer_cast<Plan>(bound_make_plan(config, ids, wide, tokens, alive));
-        },
-        py::arg("config"), py::arg("ids"), py::arg("wide"), py::arg("tokens"), py::arg("alive"));
 }
 
 void bind_layout(py::module_& m) {

@@ -65,11 +65,12 @@ void touch_written(const Mapping& theirs, const Config& c, std::uint32_t peer) {
 }
 
 std::shared_ptr<CarriedExchange> make_exchange(const Config& config, std::shared_ptr<Mapping> own,
-                                              const std::map<std::uint32_t, std::shared_ptr<Mapping>>& peers, unsigned threads,
-                                              double timeout) {
+                                              const std::map<std::uint32_t, std::shared_ptr<Mapping>>& peers, Nodes nodes,
+                                              unsigned threads, double timeout) {
   const std::uint64_t bytes = heap_of(config).bytes;
   cpu::Memory memory;
   memory.own = own->data();
+  memory.nodes = std::move(nodes);
   memory.peers.assign(config.world, nullptr);
   std::vector<std::shared_ptr<Mapping>> mappings{std::move(own)};
   memory.peers[config.rank] = memory.own;
@@ -80,6 +81,17 @@ std::shared_ptr<CarriedExchange> make_exchange(const Config& config, std::shared
   }
   if (mappings.front()->bytes() < bytes) throw Misuse("the mapped memory is smaller than the heap");
   return std::make_shared<CarriedExchange>(config, std::move(memory), std::move(mappings), threads, timeout);
+}
+
+template <typename Id>
+std::shared_ptr<Plan> plan_of(const cpu::Blocks& blocks, const Id* ids, std::uint32_t tokens) {
+  const Config& c = blocks.config();
+  for (std::size_t i = 0; i < std::size_t{tokens} * c.top_k; ++i)
+    if (ids[i] < -1 || ids[i] >= static_cast<std::int64_t>(c.num_experts))
+      throw Misuse("topk_ids[" + std::to_string(i / c.top_k) + ", " + std::to_string(i % c.top_k) + "] is " +
+                   std::to_string(ids[i]) +
+                   ": expert ids are 0 to " + std::to_string(c.num_experts - 1) + ", or -1 to drop the choice");
+  return std::make_shared<Plan>(make_plan(c, ids, tokens, &blocks.alive(), &blocks.rails().rep));
 }
 
 void bind_structs(py::module_& m) {
@@ -112,6 +124,15 @@ void bind_structs(py::module_& m) {
 }
 
 void bind_phases(py::class_<CarriedExchange, Carried, std::shared_ptr<CarriedExchange>>& cls) {
+  cls.def(
+      "make_plan",
+      [](const CarriedExchange& e, Address ids, bool wide, std::uint32_t tokens) {
+        const py::gil_scoped_release unlocked;
+        const cpu::Blocks& blocks = e.exchange.blocks();
+        return wide ? plan_of(blocks, reinterpret_cast<const std::int64_t*>(ids), tokens)
+                    : plan_of(blocks, reinterpret_cast<const std::int32_t*>(ids), tokens);
+      },
+      py::arg("ids"), py::arg("wide"), py::arg("tokens"));
   cls.def(
       "dispatch_send",
       [](CarriedExchange& e, std::shared_ptr<Plan> plan, const cpu::Tokens& tokens) {
@@ -187,6 +208,9 @@ void bind_life(py::class_<CarriedExchange, Carried, std::shared_ptr<CarriedExcha
           "reset",
           [](CarriedExchange& e, std::uint32_t generation, const std::vector<bool>& alive) { e.exchange.reset(generation, alive); },
           py::arg("generation"), py::arg("alive"))
+      .def("relay_bytes", [](const CarriedExchange& e, std::uint32_t rank) { return e.exchange.blocks().relay_bytes(rank); },
+           py::arg("rank"), "Size of a rank's memory for what ranks of its node return to others by way of it.")
+      .def("lay_relays", &CarriedExchange::lay_relays, py::arg("relays"), "Memory by rank, anew in each generation.")
       .def_property_readonly("generation", [](const CarriedExchange& e) { return e.exchange.generation(); })
       .def_property_readonly("open_steps", [](const CarriedExchange& e) { return e.exchange.open_steps(); })
       .def_property_readonly("next_step", [](const CarriedExchange& e) { return e.exchange.next_step(); })
@@ -227,8 +251,8 @@ void bind_exchange(py::module_& m) {
       .def("rows", &cpu::Received::rows, py::arg("source"));
   py::class_<Carried, std::shared_ptr<Carried>>(m, "Carried", "An AllToAll as its proxy sees it.");
   py::class_<CarriedExchange, Carried, std::shared_ptr<CarriedExchange>> cls(m, "Exchange");
-  cls.def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("threads"), py::arg("timeout"),
-          py::call_guard<py::gil_scoped_release>());
+  cls.def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("nodes"), py::arg("threads"),
+          py::arg("timeout"), py::call_guard<py::gil_scoped_release>());
   bind_phases(cls);
   bind_life(cls);
 }

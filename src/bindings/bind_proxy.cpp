@@ -57,6 +57,7 @@ void attach(ProxyThread& thread, const std::shared_ptr<Carried>& carried, const 
   object->arrivals = carried->arrivals();
   object->region = region;
   object->peers.resize(object->config.world);
+  for (std::uint32_t peer = 0; peer < object->config.world; ++peer) object->slots.push_back(carried->slot_at(peer));
   object->owner = carried;
   const std::weak_ptr<Carried> weak = carried;
   const std::uint32_t rank = object->config.rank;

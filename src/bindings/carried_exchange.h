@@ -22,9 +22,19 @@ struct CarriedExchange : Carried {
   std::uint32_t generation() const override { return exchange.generation(); }
   char* memory() const override { return own; }
   std::size_t bytes() const override { return mappings.front()->bytes(); }
+  void lay_relays(std::map<std::uint32_t, std::shared_ptr<Mapping>> by_rank) {
+    std::vector<char*> areas(config().world, nullptr);
+    for (const auto& [rank, mapping] : by_rank) {
+      if (mapping->bytes() < exchange.blocks().relay_bytes(rank)) throw Misuse("the mapped memory is smaller than the relay's");
+      areas.at(rank) = mapping->data();
+    }
+    exchange.lay_relays(std::move(areas));
+    relays = std::move(by_rank);
+  }
   void lost_network(const Abort& abort, const std::string& message) override { exchange.failures().lost_network(abort, message); }
 
   std::vector<std::shared_ptr<Mapping>> mappings;   // this rank's first
+  std::map<std::uint32_t, std::shared_ptr<Mapping>> relays;
   char* own;
   const OutputLayout outputs;
   cpu::Exchange exchange;

@@ -81,6 +81,9 @@ struct Received {
   std::vector<std::uint16_t> choices;       // [rows]: a bit per k, as in the route
   std::vector<std::uint32_t> place;         // [rows, top_k]: output row of each choice; Compact: one a row
   std::vector<float> weight;                // [rows, top_k]
+  std::vector<std::uint32_t> row_of_node;   // [rows], with node_ranks: their numbers in the block for this node
+  std::vector<std::uint32_t> rows_of_block;   // [world], with node_ranks: rows of another node's rank in its block for this node
+  std::vector<std::vector<std::uint32_t>> masks;   // row masks of each source that this rank relays
   std::uint64_t needed_rows = 0;            // the rows that the output had to hold
   bool overflowed = false;
 

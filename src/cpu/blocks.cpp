@@ -2,6 +2,8 @@
 
 #include <algorithm>
 
+#include "../protocol/deadlines.h"
+
 namespace pplx::cpu {
 
 Blocks::Blocks(const Config& config, Memory memory)
@@ -9,6 +11,11 @@ Blocks::Blocks(const Config& config, Memory memory)
       mailed_(std::size_t{config.in_flight} * kOps * config.world, 0), announced_pieces_(mailed_) {
   if (const char* what = invalid(config)) throw Misuse(what);
   if (const char* what = invalid_pieces(config)) throw Misuse(what);
+  if (const char* what = invalid_nodes(config, memory_.nodes)) throw Misuse(what);
+  if (!groups_sums(memory_.nodes)) memory_.nodes.clear();
+  if (config.node_ranks != 0 && memory_.nodes.empty()) throw Misuse("node_ranks needs several nodes, and some with several ranks");
+  if (config.node_ranks == 0 && config.combine_fp8) throw Misuse("combine_fp8 needs node_ranks");
+  if (config.node_ranks != 0 && heap_.in_pieces) throw Misuse("node_ranks needs whole blocks");
   for (std::uint32_t peer = 0, remote = 0; peer < config_.world; remote += !mapped(peer++)) remote_before_.push_back(remote);
   if (quantised(config_.wire)) {
     const std::size_t row = dispatch_block(config_).route_at;
@@ -19,6 +26,16 @@ Blocks::Blocks(const Config& config, Memory memory)
 
 void Blocks::rebuild_order() {
   order_ = peer_order(config_, alive_);
+  rails_ = make_rails(config_, memory_.nodes, alive_);
+  areas_.assign(config_.world, {});
+  for (std::uint32_t mate : rails_.mates) {
+    std::uint32_t sources = 0;
+    for (std::uint32_t peer : order_) sources += relayed(peer) && rails_.holder[peer] == mate;
+    areas_[mate] = relay_area(config_, sources);
+  }
+  targets_.clear();
+  for (std::uint32_t peer : order_)
+    if (!relayed(peer) || std::count(rails_.rep.begin(), rails_.rep.end(), peer) != 0) targets_.push_back(peer);
   replicas_ = other_replicas(config_, order_, [this](std::uint32_t peer) { return mapped(peer); });
 }
 
@@ -31,6 +48,21 @@ void Blocks::reset(std::uint32_t generation, const std::vector<bool>& alive) {
   empty_mailbox(heap_, config_, memory_.own);
 }
 
+Waiting Blocks::waiting_for_return(std::uint32_t step, std::uint32_t source, std::uint32_t mate) const {
+  Waiting w;
+  w.peer = mate;
+  w.expected = arrival_word(generation_, step);
+  w.seen = load_acquire(return_word(set_of(config_, step), source, mate));
+  w.what = "the combine rows for " + rank_text(source);
+  w.longer = deadlines::kPassedOn.seconds;
+  return w;
+}
+
+void Blocks::publish_return(std::uint32_t step, std::uint32_t source, std::uint32_t rows) {
+  count_block(rails_.holder[source], rows, combine_block(config_).bytes(rows), true);
+  store_release(return_word(set_of(config_, step), source, config_.rank), arrival_word(generation_, step));
+}
+
 Waiting Blocks::waiting_for(std::uint32_t step, Signal signal, std::uint32_t peer, const char* what) const {
   Waiting w;
   w.peer = peer;
@@ -38,6 +70,10 @@ Waiting Blocks::waiting_for(std::uint32_t step, Signal signal, std::uint32_t pee
   w.expected = arrival_word(generation_, step);
   w.seen = arrival(set_of(config_, step), signal, peer);
   w.what = what;
+  if (config_.node_ranks == 0) return w;
+  if (relayed(peer) && signal != Signal::Combine && rails_.holder[peer] != config_.rank) w.by = rails_.holder[peer];
+  // A rank of this node, or a relay here, may wait for another node itself.
+  w.longer = deadlines::kAnswered.seconds + (mapped(peer) || w.by != kNoRank ? deadlines::kPassedOn.seconds : 0);
   return w;
 }
 
@@ -71,7 +107,7 @@ void Blocks::raise_at_peer(std::uint32_t step, Signal signal, std::uint32_t peer
 }
 
 void Blocks::publish(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, const char* block) {
-  count_block(peer, rows, block_layout(config_, op).bytes(rows), true);
+  count_block(peer, rows, (mapped(peer) ? block_layout(config_, op) : network_block(config_, op)).bytes(rows), true);
   if (mapped(peer)) {
     raise_at_peer(step, signal_of(op), peer);
     return;

@@ -12,6 +12,7 @@
 #include "../host/peer_order.h"
 #include "../protocol/heap_layout.h"
 #include "../protocol/mailbox.h"
+#include "../protocol/nodes.h"
 #include "../protocol/plan.h"
 #include "phase.h"
 
@@ -20,6 +21,8 @@ namespace pplx::cpu {
 struct Memory {
   char* own = nullptr;
   std::vector<char*> peers;      // indexed by rank: the peer's heap, mapped; for this rank its own; null behind the proxy
+  std::vector<char*> relays = {}; // indexed by rank: the relay area of a rank of this node; empty without node_ranks
+  Nodes nodes = {};
 };
 
 // To and from other ranks, headers included.
@@ -34,16 +37,34 @@ class Blocks {
 
   const Config& config() const { return config_; }
   const Heap& heap() const { return heap_; }
+  // Empty where sums do not depend on them.
+  const Nodes& nodes() const { return memory_.nodes; }
   std::uint32_t generation() const { return generation_; }
   const std::vector<bool>& alive() const { return alive_; }
-  // The living peers, in the order in which a rank visits them: rank + 1 first, itself last.
+  const Rails& rails() const { return rails_; }
+  // The living peers, in the order in which a rank visits them: rank + 1 first, itself last. They send this rank rows.
   const std::vector<std::uint32_t>& peers() const { return order_; }
+  // Those of them to which this rank sends rows: with node_ranks its own node's, and its relays.
+  const std::vector<std::uint32_t>& targets() const { return targets_; }
   // Other living ranks that hold the same tokens.
   const std::vector<std::uint32_t>& replicas() const { return replicas_; }
   void reset(std::uint32_t generation, const std::vector<bool>& alive);
+  // With node_ranks, before the first step of a generation: RelayAreas of this node's living ranks, indexed by rank.
+  void lay_relays(std::vector<char*> areas) { memory_.relays = std::move(areas); }
+  std::uint64_t relay_bytes(std::uint32_t mate) const { return areas_[mate].bytes; }
 
+  // True if this rank's sums for a peer go to the peer's relay on this node.
+  bool relayed(std::uint32_t peer) const { return config_.node_ranks != 0 && !mapped(peer); }
   bool mapped(std::uint32_t peer) const { return memory_.peers[peer] != nullptr; }
   char* own_slot(std::uint32_t set, Op op, std::uint32_t peer) const { return memory_.own + heap_.slot_at(config_, set, op, peer); }
+  // A peer's block of a dispatch, or of its weights: in this rank's memory, or in that of the peer's relay here.
+  const char* incoming(std::uint32_t set, Op op, std::uint32_t peer) const {
+    return memory_.peers[rails_.holder[peer]] + heap_.slot_at(config_, set, op, peer);
+  }
+  // A mate's sums for a source, in the memory of the source's relay on this node.
+  char* relay_slot(std::uint32_t set, std::uint32_t source, std::uint32_t mate) const {
+    return memory_.relays[rails_.holder[source]] + area(source).block_at(set, rails_.nth[source], rails_.number[mate]);
+  }
   char* slot_at_peer(std::uint32_t set, Op op, std::uint32_t peer) const {
     return memory_.peers[peer] + heap_.slot_at(config_, set, op, config_.rank);
   }
@@ -61,12 +82,19 @@ class Blocks {
   std::uint64_t* abort_of(std::uint32_t rank) const { return word(memory_.peers[rank], Heap::abort_at(generation_)); }
 
   std::uint64_t arrival(std::uint32_t set, Signal signal, std::uint32_t peer) const {
-    return load_acquire(word(memory_.own, heap_.arrival_at(config_, set, signal, peer)));
+    const bool held = signal == Signal::Dispatch || signal == Signal::Weights;   // the proxy of the holder raises the word
+    char* const memory = held ? memory_.peers[rails_.holder[peer]] : memory_.own;
+    return load_acquire(word(memory, heap_.arrival_at(config_, set, signal, peer)));
   }
   bool has_arrived(std::uint32_t step, Signal signal, std::uint32_t peer) const {
     return arrived(arrival(set_of(config_, step), signal, peer), generation_, step);
   }
   Waiting waiting_for(std::uint32_t step, Signal signal, std::uint32_t peer, const char* what) const;
+  bool has_returned(std::uint32_t step, std::uint32_t source, std::uint32_t mate) const {
+    return arrived(load_acquire(return_word(set_of(config_, step), source, mate)), generation_, step);
+  }
+  std::uint64_t turns(std::uint32_t mate) const { return load_acquire(word(memory_.peers[mate], heap_.turns)); }
+  Waiting waiting_for_return(std::uint32_t step, std::uint32_t source, std::uint32_t mate) const;
 
   // Leading pieces that are here of a block that peer sends, in pieces or whole.
   std::uint32_t pieces_here(std::uint32_t step, Op op, std::uint32_t peer) const {
@@ -98,6 +126,8 @@ class Blocks {
   static bool have_left(const std::vector<Announced>& blocks);
   // Announces a finished block: raises the peer's arrival word, or the proxy's mailbox word.
   void publish(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, const char* block);
+  // This rank's sums for a source are in its relay_slot().
+  void publish_return(std::uint32_t step, std::uint32_t source, std::uint32_t rows);
   void raise_at_peer(std::uint32_t step, Signal signal, std::uint32_t peer);
 
   BlockHeader header(std::uint32_t step, std::uint32_t rows, std::uint32_t flags = 0) const;
@@ -119,6 +149,10 @@ class Blocks {
 
  private:
   static std::uint64_t* word(char* heap, std::uint64_t at) { return reinterpret_cast<std::uint64_t*>(heap + at); }
+  std::uint64_t* return_word(std::uint32_t set, std::uint32_t source, std::uint32_t mate) const {
+    return word(memory_.relays[rails_.holder[source]], area(source).arrival_at(set, rails_.nth[source], rails_.number[mate]));
+  }
+  const RelayArea& area(std::uint32_t source) const { return areas_[rails_.holder[source]]; }
   void rebuild_order();
   std::uint32_t count(std::uint64_t words, std::uint32_t step, Op op, std::uint32_t peer) const {
     return pieces_in(load_acquire(word(memory_.own, heap_.count_at(config_, words, set_of(config_, step), op, peer))), generation_,
@@ -127,10 +161,12 @@ class Blocks {
 
   const Config config_;
   const Heap heap_;
-  const Memory memory_;
+  Memory memory_;
   std::uint32_t generation_ = 1;
   std::vector<bool> alive_;
-  std::vector<std::uint32_t> order_, replicas_;
+  Rails rails_;
+  std::vector<RelayArea> areas_;        // indexed by rank of this node
+  std::vector<std::uint32_t> order_, targets_, replicas_;
   std::vector<std::uint32_t> remote_before_;   // indexed by peer: remote peers of lower rank
   std::vector<std::vector<char>> staging_;
   std::vector<std::uint64_t> mailed_;   // indexed by word_index: the arrival_word that `sent` must reach

@@ -1,11 +1,15 @@
 // combine_recv: waits for every peer's block, which also says that the peer has read this rank's dispatch; then adds each token's
-// partial sums, ranks ascending. A replica does so for the tokens that it sent, and gives the rows to the others.
+// partial sums, ranks ascending, with several nodes each node's first. A replica does so for the tokens that it sent, and gives the
+// rows to the others.
 #include <algorithm>
 #include <cstring>
+#include <numeric>
+#include <utility>
 
 #include "exchange.h"
 #include "piece_arrivals.h"
 #include "piece_run.h"
+#include "relay_sums.h"
 #include "vector/kernels.h"
 
 namespace pplx::cpu {
@@ -20,7 +24,7 @@ class CombineRecv final : public StagedRun {
               Stages last = kSlices)
       : b_(blocks), c_(blocks.config()), k_(kernels()), step_(step), set_(set_of(c_, step)), plan_(*open.input.plan),
         own_(plan_.slice.tokens(plan_.tokens)), released_(open.released), has_tail_(open.has_tail), out_(output),
-        block_(combine_block(c_)), first_(first), last_(last) {}
+        block_(combine_block(c_)), answer_(answer_block(c_)), first_(first), last_(last) {}
 
   const Plan& plan() const { return plan_; }
   std::uint32_t own_tokens() const { return released_ ? 0 : own_; }
@@ -30,15 +34,26 @@ class CombineRecv final : public StagedRun {
   // Adds up the own tokens begin to end - 1. `row_of(ref)` is where the row of plan.token_rows[ref] lies.
   template <typename RowOf>
   void add_tokens(std::uint32_t begin, std::uint32_t end, const RowOf& row_of) const {
+    std::vector<char> decoded(c_.combine_fp8 ? kMaxTopK * row_bytes() : 0);
     for (std::uint32_t own = begin; own < end; ++own) {
       const std::uint32_t t = plan_.slice.token(own), next = plan_.slice.token(own + 1);
       if (next < plan_.tokens)
         for (std::uint32_t i = plan_.token_begin[next]; i < plan_.token_begin[next + 1]; ++i) ask_for_start(row_of(i), row_bytes());
+      const std::uint32_t first = plan_.token_begin[t], n = plan_.token_begin[t + 1] - first;
+      std::uint32_t refs[kMaxTopK];
+      std::iota(refs, refs + n, first);
+      const std::uint32_t ends = b_.nodes().empty() ? 0 : order_by_node(refs, n);
       const void* rows[kMaxTopK];
-      std::uint32_t n = 0;
-      for (std::uint32_t i = plan_.token_begin[t]; i < plan_.token_begin[t + 1]; ++i) rows[n++] = row_of(i);
+      for (std::uint32_t i = 0; i < n; ++i) {
+        rows[i] = row_of(refs[i]);
+        if (!c_.combine_fp8 || !b_.relayed(plan_.token_rows[refs[i]].rank)) continue;
+        const char* const codes = row_of(refs[i]);
+        k_.decode(c_.dtype, decoded.data() + i * row_bytes(), reinterpret_cast<const std::uint8_t*>(codes),
+                  reinterpret_cast<const float*>(codes + answer_.scales_at), c_.hidden);
+        rows[i] = decoded.data() + i * row_bytes();
+      }
       char* y = out_.y + t * out_.stride;
-      k_.add_rows(c_.dtype, y, out_.accumulate ? y : nullptr, rows, nullptr, n, c_.hidden);
+      k_.add_rows(c_.dtype, y, out_.accumulate ? y : nullptr, rows, nullptr, ends, n, c_.hidden);
       if (has_tail_ && out_.tail != nullptr) read_tail(t, row_of);
       for (std::uint32_t replica : b_.replicas()) {
         char* row = b_.slice_at_peer(set_, replica) + block_.row_at(own);
@@ -64,7 +79,7 @@ class CombineRecv final : public StagedRun {
     if (stage > last_) return false;
     switch (stage) {
       case kBlocks:
-        units.assign(b_.peers().size(), 1);
+        units.assign(b_.targets().size(), 1);
         if (b_.heap().in_pieces) headers_.resize(units.size());
         return true;
       case kTokens:
@@ -82,7 +97,7 @@ class CombineRecv final : public StagedRun {
 
   bool ready(int stage, std::uint32_t group) override {
     switch (stage) {
-      case kBlocks: return b_.has_arrived(step_, Signal::Combine, b_.peers()[group]);
+      case kBlocks: return b_.has_arrived(step_, Signal::Combine, b_.targets()[group]);
       case kSlices: return b_.has_arrived(step_, Signal::Slice, b_.replicas()[group]);
       default: return true;
     }
@@ -91,7 +106,8 @@ class CombineRecv final : public StagedRun {
   Waiting waiting_of(int stage, std::uint32_t group) const override {
     if (stage == kSlices)
       return b_.waiting_for(step_, Signal::Slice, b_.replicas()[group], "the finished rows");
-    return b_.waiting_for(step_, Signal::Combine, b_.peers()[group], "the combine block");
+    return b_.waiting_for(step_, Signal::Combine, b_.targets()[group],
+                          b_.relayed(b_.targets()[group]) ? "the sums of the node" : "the combine block");
   }
 
   void run(int stage, std::uint32_t group, std::uint32_t unit) override {
@@ -110,7 +126,7 @@ class CombineRecv final : public StagedRun {
   }
 
   void read_header(std::uint32_t group) {
-    const std::uint32_t peer = b_.peers()[group];
+    const std::uint32_t peer = b_.targets()[group];
     BlockHeader header;
     std::memcpy(&header, b_.own_slot(set_, Op::Combine, peer), sizeof header);
     b_.check_header(header, Phase::CombineRecv, step_, Op::Combine, peer);
@@ -123,14 +139,30 @@ class CombineRecv final : public StagedRun {
       b_.protocol_error(Phase::CombineRecv, step_, peer,
                         std::to_string(header.rows) + " rows for the " + std::to_string(expected) + " it was sent");
     if ((header.flags & kOverflowed) != 0) b_.note_overflow(peer);
+    if (header.overflowed != 0)   // the peer answers for a node
+      for (std::uint32_t rank : b_.peers())
+        if (b_.rails().rep[rank] == peer && (header.overflowed >> b_.rails().number[rank] & 1) != 0) b_.note_overflow(rank);
     const std::uint64_t more_headers = std::uint64_t{header.pieces - 1} * block_.header_bytes;
-    b_.count_block(peer, header.rows, block_.bytes(header.rows) + more_headers, false);
+    b_.count_block(peer, header.rows, layout_of(peer).bytes(header.rows) + more_headers, false);
     if (b_.heap().in_pieces) headers_[group] = header;
   }
 
-  const char* row_of(std::uint32_t ref) const {
-    return b_.own_slot(set_, Op::Combine, plan_.token_rows[ref].rank) + block_.row_at(plan_.token_rows[ref].row);
+  std::uint16_t node_of(std::uint32_t ref) const { return b_.nodes()[plan_.token_rows[ref].rank]; }
+  // Sorts a token's rows by node, then rank. Returns a bit for each that is the last of its node.
+  std::uint32_t order_by_node(std::uint32_t* refs, std::uint32_t n) const {
+    std::sort(refs, refs + n, [this](std::uint32_t a, std::uint32_t b) {
+      return std::pair(node_of(a), a) < std::pair(node_of(b), b);
+    });
+    std::uint32_t ends = 0;
+    for (std::uint32_t i = 0; i < n; ++i) ends |= (i + 1 == n || node_of(refs[i]) != node_of(refs[i + 1]) ? 1u : 0u) << i;
+    return ends;
   }
+
+  const char* row_of(std::uint32_t ref) const {
+    const RowRef& from = plan_.token_rows[ref];
+    return b_.own_slot(set_, Op::Combine, from.rank) + layout_of(from.rank).row_at(from.row);
+  }
+  const BlockLayout& layout_of(std::uint32_t peer) const { return b_.relayed(peer) ? answer_ : block_; }
 
   void read_slice(std::uint32_t replica, std::uint32_t unit) const {
     const Slice theirs = slice(replica);
@@ -163,10 +195,10 @@ class CombineRecv final : public StagedRun {
     std::memset(to, 0, tail_bytes());
     for (std::uint32_t i = plan_.token_begin[token]; i < plan_.token_begin[token + 1]; ++i) {
       const RowRef& from = plan_.token_rows[i];
-      const char* tail = row_of(i) + block_.tail_at;
+      const char* tail = row_of(i) + layout_of(from.rank).tail_at;
       for (std::uint32_t k = 0; k < c_.top_k; ++k) {
         const std::int32_t id = plan_.ids[std::size_t{token} * c_.top_k + k];
-        if (id >= 0 && rank_of_expert(c_, static_cast<std::uint32_t>(id)) == from.rank)
+        if (id >= 0 && b_.rails().rep[rank_of_expert(c_, static_cast<std::uint32_t>(id))] == from.rank)
           std::memcpy(to + k * sizeof(float), tail + k * sizeof(float), sizeof(float));
       }
     }
@@ -186,10 +218,33 @@ class CombineRecv final : public StagedRun {
   const std::uint32_t own_;   // tokens that this rank sent, and finishes
   const bool released_, has_tail_;
   const Result out_;
-  const BlockLayout block_;
+  const BlockLayout block_, answer_;
   const Stages first_, last_;
   std::uint32_t tokens_per_unit_ = 1;
   std::vector<BlockHeader> headers_;
+};
+
+// ---- with relays ---------------------------------------------------------------------------------------------------------
+
+// Neither half waits for the other: a relay's answers are what other nodes' ranks wait for.
+class CombineRecvWithRelays final : public PieceRun {
+ public:
+  CombineRecvWithRelays(Blocks& blocks, std::uint32_t step, const OpenStep& open, const Result& output)
+      : relay_(relay_sums(blocks, open)), own_(blocks, step, open, output) {}
+
+  Waiting waiting() override {
+    const Waiting w = relay_->waiting();
+    return w.peer != kNoRank ? w : own_.waiting();
+  }
+
+ private:
+  bool work() override {
+    const bool answered = relay_->poll();
+    return own_.poll() && answered;
+  }
+
+  const std::unique_ptr<PhaseRun> relay_;
+  CombineRecv own_;
 };
 
 // ---- in pieces -----------------------------------------------------------------------------------------------------------
@@ -316,9 +371,10 @@ class CombineRecvInPieces final : public PieceRun {
 std::unique_ptr<PhaseRun> Exchange::start_combine_recv(std::uint32_t step, const Result& output) {
   std::lock_guard<std::mutex> lock(mutex_);
   OpenStep& open = steps_.expect(step, OpenStep::Progress::Combining, "combine_recv");
-  if (!blocks_.heap().in_pieces) return std::make_unique<CombineRecv>(blocks_, step, open, output);
-  steps_.check_order(step, &OpenStep::adding, "combine_recv");
+  if (blocks_.heap().in_pieces || config().node_ranks != 0) steps_.check_order(step, &OpenStep::adding, "combine_recv");
   open.adding = true;
+  if (config().node_ranks != 0) return std::make_unique<CombineRecvWithRelays>(blocks_, step, open, output);
+  if (!blocks_.heap().in_pieces) return std::make_unique<CombineRecv>(blocks_, step, open, output);
   return std::make_unique<CombineRecvInPieces>(blocks_, step, open, output);
 }
 

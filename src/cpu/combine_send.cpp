@@ -23,11 +23,12 @@ class CombineWriter {
   bool has_weights(std::uint32_t peer) const {
     if (!in_.uses_weights) return true;
     if (b_.has_arrived(step_, Signal::Weights, peer)) return true;
-    if (b_.has_arrived(step_, Signal::Combine, peer)) {
+    const std::uint32_t answers = b_.rails().rep[peer];   // all ranks of a node have the same flags
+    if (b_.has_arrived(step_, Signal::Combine, answers)) {
       BlockHeader header;
-      std::memcpy(&header, b_.own_slot(set_, Op::Combine, peer), sizeof header);
+      std::memcpy(&header, b_.own_slot(set_, Op::Combine, answers), sizeof header);
       if ((header.flags & kUsesWeights) == 0)
-        b_.protocol_error(Phase::Weights, step_, peer, difference_text(kUsesWeights, 0));
+        b_.protocol_error(Phase::Weights, step_, answers, difference_text(kUsesWeights, 0));
     }
     return false;
   }
@@ -56,21 +57,18 @@ class CombineWriter {
     const Plan& plan = *in_.plan;
     for (std::uint32_t row = 0; row < plan.rows(peer); ++row) {
       const std::size_t token = plan.row_token[plan.rows_begin[peer] + row];
-      float weights[kMaxTopK];
-      std::uint32_t n = 0;
-      for (std::size_t k = token * c_.top_k; k < (token + 1) * c_.top_k; ++k)
-        if (plan.ids[k] >= 0 && rank_of_expert(c_, static_cast<std::uint32_t>(plan.ids[k])) == peer) weights[n++] = in_.weights[k];
-      std::memcpy(block + weights_block_.row_at(row), weights, n * sizeof(float));
+      std::memcpy(block + weights_block_.row_at(row), in_.weights + token * c_.top_k, c_.top_k * sizeof(float));
     }
   }
 
   void check_weights(std::uint32_t peer) const {
     BlockHeader header;
-    std::memcpy(&header, b_.own_slot(set_, Op::Weights, peer), sizeof header);
+    std::memcpy(&header, b_.incoming(set_, Op::Weights, peer), sizeof header);
     b_.check_header(header, Phase::Weights, step_, Op::Weights, peer);
-    if (header.rows != rows(peer))
+    const std::uint32_t expected = b_.relayed(peer) ? in_.received->rows_of_block[peer] : rows(peer);
+    if (header.rows != expected)
       b_.protocol_error(Phase::Weights, step_, peer,
-                        "weights for " + std::to_string(header.rows) + " rows of " + std::to_string(rows(peer)));
+                        "weights for " + std::to_string(header.rows) + " rows of " + std::to_string(expected));
   }
 
  private:
@@ -91,7 +89,10 @@ class CombineWriter {
     float sent[kMaxTopK];
     const float* from = r.weight.data() + at * c_.top_k;
     if (in_.uses_weights) {
-      std::memcpy(sent, b_.own_slot(set_, Op::Weights, peer) + weights_block_.row_at(row), choices * sizeof(float));
+      const std::uint32_t number = b_.relayed(peer) ? r.row_of_node[at] : row;
+      const char* const of_row = b_.incoming(set_, Op::Weights, peer) + weights_block_.row_at(number);
+      for (std::uint32_t k = 0, i = 0; k < c_.top_k; ++k)
+        if ((r.choices[at] >> k & 1) != 0) std::memcpy(sent + i++, of_row + k * sizeof(float), sizeof(float));
       from = sent;
     }
     std::uint32_t n = 0;
@@ -101,7 +102,7 @@ class CombineWriter {
       rows[n] = in_.expert_out.data + place * in_.expert_out.stride;
       weights[n++] = from[i];
     }
-    k_.add_rows(c_.dtype, to, nullptr, rows, in_.weighted ? weights : nullptr, n, c_.hidden);
+    k_.add_rows(c_.dtype, to, nullptr, rows, in_.weighted ? weights : nullptr, 0, n, c_.hidden);
   }
 
   void ask_for_row(std::uint32_t peer, std::uint32_t row) const {
@@ -154,6 +155,8 @@ class CombineSend final : public StagedRun {
       char* block = b_.send_area(set_, op) + packed;
       if (b_.mapped(peer))
         block = b_.slot_at_peer(set_, op, peer);
+      else if (op == Op::Combine && b_.relayed(peer))
+        block = b_.relay_slot(set_, peer, c_.rank);
       else
         packed += align_up(layout.bytes(rows), 64);
       blocks_.push_back(block);
@@ -162,14 +165,15 @@ class CombineSend final : public StagedRun {
       case kWeights:
         if (!in_.uses_weights) return true;
         before_ = b_.announced(set_, Op::Weights);
-        for (std::uint32_t peer : b_.peers()) {
+        for (std::uint32_t peer : b_.targets()) {
           place(Op::Weights, weights_block_, peer, in_.plan->rows(peer));
           units.push_back(1);
         }
         return true;
       case kRows:
         if (b_.heap().in_pieces) return false;   // CombineSending writes them
-        before_ = b_.announced(set_, Op::Combine);
+        before_.clear();
+        if (c_.node_ranks == 0) before_ = b_.announced(set_, Op::Combine);
         for (std::uint32_t peer : b_.peers()) {
           place(Op::Combine, block_, peer, writer_.rows(peer));
           units.push_back(units_of(writer_.rows(peer), block_.row_bytes, &rows_per_unit_));
@@ -180,20 +184,20 @@ class CombineSend final : public StagedRun {
   }
 
   bool ready(int stage, std::uint32_t group) override {
-    const std::uint32_t peer = b_.peers()[group];
+    const std::uint32_t peer = peer_of(stage, group);
     if (!b_.mapped(peer) && !Blocks::have_left(before_)) return false;
     return stage == kWeights || writer_.has_weights(peer);
   }
 
   Waiting waiting_of(int stage, std::uint32_t group) const override {
-    const std::uint32_t peer = b_.peers()[group];
+    const std::uint32_t peer = peer_of(stage, group);
     if (stage == kRows)
       if (const Waiting w = writer_.waiting_for_weights(peer); w.peer != kNoRank) return w;
     return b_.waiting_for(step_, Signal::Combine, peer, "the network to take the last combine block");
   }
 
   void run(int stage, std::uint32_t group, std::uint32_t unit) override {
-    const std::uint32_t peer = b_.peers()[group];
+    const std::uint32_t peer = peer_of(stage, group);
     if (stage == kWeights) {
       writer_.write_weights(peer, blocks_[group]);
       return;
@@ -204,12 +208,15 @@ class CombineSend final : public StagedRun {
   }
 
   void finished(int stage, std::uint32_t group) override {
-    const std::uint32_t peer = b_.peers()[group];
+    const std::uint32_t peer = peer_of(stage, group);
     const bool weights = stage == kWeights;
     const std::uint32_t n = weights ? in_.plan->rows(peer) : writer_.rows(peer);
     writer_.write_header(n, blocks_[group]);
+    if (!weights && b_.relayed(peer)) return b_.publish_return(step_, peer, n);
     b_.publish(step_, weights ? Op::Weights : Op::Combine, peer, n, blocks_[group]);
   }
+
+  std::uint32_t peer_of(int stage, std::uint32_t group) const { return (stage == kWeights ? b_.targets() : b_.peers())[group]; }
 
   Blocks& b_;
   const Config& c_;
@@ -276,8 +283,8 @@ std::unique_ptr<PhaseRun> Exchange::start_combine_send(std::uint32_t step, const
   if (input.uses_weights && !input.plan) throw Misuse("combine: weights= needs the plan of the dispatch");
   open.released = input.release;
   open.has_tail = input.has_tail;
-  const std::uint32_t flags = (input.release ? kReleased : 0u) | (input.uses_weights ? kUsesWeights : 0u) |
-                              (open.overflowed ? kOverflowed : 0u) | (input.has_tail ? kHasTail : 0u);
+  const std::uint32_t flags = open.flags = (input.release ? kReleased : 0u) | (input.uses_weights ? kUsesWeights : 0u) |
+                                           (open.overflowed ? kOverflowed : 0u) | (input.has_tail ? kHasTail : 0u);
   if (!blocks_.heap().in_pieces) return std::make_unique<CombineSend>(blocks_, step, input, flags);
   open.sending = std::make_shared<CombineSending>(blocks_, step, input, flags);
   return std::make_unique<CombineSendInPieces>(blocks_, step, input, flags, open.sending);

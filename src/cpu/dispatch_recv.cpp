@@ -24,9 +24,13 @@ class DispatchRecv final : public StagedRun {
   // places.
   const std::vector<BlockHeader>& headers() const { return headers_; }
 
-  // Rows begin to end - 1 of a peer's block, which lie one behind the other from `from` on.
+  // Rows begin to end - 1 of those that a peer sends this rank. They lie one behind the other from `from` on, or, in a node's
+  // block, among others that begin there.
   void place_rows(std::uint32_t peer, std::uint32_t begin, std::uint32_t end, const char* from) {
-    for (std::uint32_t row = begin; row < end; ++row, from += block_.row_bytes) place_row(peer, row, from);
+    for (std::uint32_t row = begin; row < end; ++row) {
+      const std::uint32_t at = b_.relayed(peer) ? received_->row_of_node[received_->rows_begin[peer] + row] : row - begin;
+      place_row(peer, row, from + std::uint64_t{at} * block_.row_bytes);
+    }
     streamed();
     if (out_.hooks != nullptr) count_placed(received_->rows_begin[peer] + begin, received_->rows_begin[peer] + end);
   }
@@ -38,6 +42,7 @@ class DispatchRecv final : public StagedRun {
     switch (stage) {
       case kHeaders:
         rows_.assign(c_.world, 0);
+        if (c_.node_ranks != 0) masks_.resize(c_.world);
         base_.assign(std::size_t{c_.world} * experts_, 0);
         units.assign(b_.peers().size(), 1);
         if (b_.heap().in_pieces) headers_.resize(units.size());
@@ -72,7 +77,7 @@ class DispatchRecv final : public StagedRun {
     }
     const std::uint32_t begin = unit * rows_per_unit_;
     place_rows(peer, begin, std::min(rows_[peer], begin + rows_per_unit_),
-               b_.own_slot(set_, Op::Dispatch, peer) + block_.row_at(begin));
+               b_.incoming(set_, Op::Dispatch, peer) + block_.row_at(b_.relayed(peer) ? 0 : begin));
   }
 
   void finished(int stage, std::uint32_t group) override {
@@ -82,7 +87,7 @@ class DispatchRecv final : public StagedRun {
   }
 
   BlockHeader read_header(std::uint32_t peer) {
-    const char* block = b_.own_slot(set_, Op::Dispatch, peer);
+    const char* block = b_.incoming(set_, Op::Dispatch, peer);
     BlockHeader header;
     std::memcpy(&header, block, sizeof header);
     b_.check_header(header, Phase::DispatchRecv, step_, Op::Dispatch, peer);
@@ -91,16 +96,38 @@ class DispatchRecv final : public StagedRun {
     if (std::find(replicas.begin(), replicas.end(), peer) != replicas.end())
       b_.check_replica(header, *open_.input.plan, step_, peer);
     std::uint32_t* counts = base_.data() + std::size_t{peer} * experts_;
-    if (experts_ > 0) std::memcpy(counts, block + sizeof header, 4ull * experts_);
-    const std::uint64_t most = std::uint64_t{header.rows} * c_.top_k;
+    if (experts_ > 0) std::memcpy(counts, block + sizeof header + 4ull * first_of_block(peer), 4ull * experts_);
+    rows_[peer] = b_.relayed(peer) ? read_masks(peer, block, header.rows) : header.rows;
+    const std::uint64_t most = std::uint64_t{rows_[peer]} * c_.top_k;
     std::uint64_t sum = 0;
     for (std::uint32_t e = 0; e < experts_; ++e) sum += counts[e];
-    if (sum < header.rows || sum > most)
+    if (sum < rows_[peer] || sum > most)
       b_.protocol_error(Phase::DispatchRecv, step_, peer,
-                        "counts that add up to " + std::to_string(sum) + " for " + std::to_string(header.rows) + " rows");
-    rows_[peer] = header.rows;
+                        "counts that add up to " + std::to_string(sum) + " for " + std::to_string(rows_[peer]) + " rows");
     return header;
   }
+
+  std::uint32_t first_of_block(std::uint32_t peer) const {
+    return b_.relayed(peer) ? b_.rails().number[c_.rank] * experts_per_rank(c_) : 0;
+  }
+
+  // Reads them once, into memory of this rank: the source may still write there. Returns the number of this rank's rows.
+  std::uint32_t read_masks(std::uint32_t peer, const char* block, std::uint32_t rows) {
+    std::uint32_t living = 0;
+    for (std::uint32_t mate : b_.rails().mates) living |= 1u << b_.rails().number[mate];
+    std::vector<std::uint32_t>& masks = masks_[peer];
+    masks.resize(rows);
+    if (rows > 0) std::memcpy(masks.data(), block + masks_at(c_), 4ull * rows);
+    std::uint32_t mine = 0;
+    for (std::uint32_t row = 0; row < rows; ++row) {
+      if (masks[row] == 0 || (masks[row] & ~living) != 0)
+        b_.protocol_error(Phase::DispatchRecv, step_, peer,
+                          "a mask of " + std::to_string(masks[row]) + " for row " + std::to_string(row));
+      mine += is_mine(masks[row]);
+    }
+    return mine;
+  }
+  bool is_mine(std::uint32_t mask) const { return (mask >> b_.rails().number[c_.rank] & 1) != 0; }
 
   // Turns counts by (source, expert) into the output row of each source's first row for each expert.
   void place_experts() {
@@ -111,6 +138,15 @@ class DispatchRecv final : public StagedRun {
     r.rows_begin.assign(c_.world + 1, 0);
     for (std::uint32_t s = 0; s < c_.world; ++s) r.rows_begin[s + 1] = r.rows_begin[s] + rows_[s];
     const std::uint32_t total = r.rows_begin[c_.world];
+    if (c_.node_ranks != 0) {
+      r.row_of_node.resize(total);
+      for (std::uint32_t s = 0; s < c_.world; ++s) {
+        r.rows_of_block.push_back(static_cast<std::uint32_t>(masks_[s].size()));
+        for (std::uint32_t row = 0, at = r.rows_begin[s]; row < masks_[s].size(); ++row)
+          if (is_mine(masks_[s][row])) r.row_of_node[at++] = row;
+      }
+      for (std::uint32_t s : b_.rails().sources) r.masks.push_back(std::move(masks_[s]));
+    }
     r.choices.resize(total);
     const std::size_t per_row = c_.layout == LayoutKind::Compact ? 1 : c_.top_k;
     r.place.resize(total * per_row);
@@ -189,7 +225,7 @@ class DispatchRecv final : public StagedRun {
   void place_row(std::uint32_t peer, std::uint32_t row, const char* from) {
     RouteHead head;
     std::memcpy(&head, from + block_.route_at, sizeof head);
-    const std::uint32_t n = count_choices(head.choices);
+    std::uint32_t n = count_choices(head.choices);
     if (n == 0 || head.choices >> c_.top_k != 0)
       b_.protocol_error(Phase::DispatchRecv, step_, peer, "a route of choices " + std::to_string(head.choices));
     const char* payload = from;
@@ -204,9 +240,11 @@ class DispatchRecv final : public StagedRun {
       }
     }
     const std::uint32_t at = received_->rows_begin[peer] + row;
-    received_->choices[at] = head.choices;
     RouteEntry entries[kMaxTopK];
     std::memcpy(entries, from + block_.route_at + sizeof head, n * sizeof(RouteEntry));
+    if (b_.relayed(peer) && (n = keep_own(peer, &head, entries)) == 0)
+      b_.protocol_error(Phase::DispatchRecv, step_, peer, "a route without a choice of this rank");
+    received_->choices[at] = head.choices;
     for (std::uint32_t i = 0; i < n; ++i) {
       const std::uint32_t expert = route_expert(entries[i].place), index = route_index(entries[i].place);
       if (expert >= experts_ || index >= counts_[std::size_t{peer} * experts_ + expert])
@@ -217,6 +255,22 @@ class DispatchRecv final : public StagedRun {
       place_compact(peer, at, head, entries, payload, scales);
     else
       place_by_expert(peer, at, head, entries, n, payload, scales);
+  }
+
+  // Leaves of a node's choices those of this rank.
+  std::uint32_t keep_own(std::uint32_t peer, RouteHead* head, RouteEntry* entries) const {
+    const std::uint32_t first = first_of_block(peer);
+    std::uint32_t kept = 0;
+    for (std::uint32_t k = 0, i = 0; k < c_.top_k; ++k) {
+      if ((head->choices >> k & 1) == 0) continue;
+      const std::uint32_t expert = route_expert(entries[i].place) - first;
+      if (expert < experts_per_rank(c_))
+        entries[kept++] = {route_place(expert, route_index(entries[i].place)), entries[i].weight};
+      else
+        head->choices = static_cast<std::uint16_t>(head->choices & ~(1u << k));
+      ++i;
+    }
+    return kept;
   }
 
   void place_by_expert(std::uint32_t peer, std::uint32_t at, const RouteHead& head, const RouteEntry* entries, std::uint32_t n,
@@ -273,6 +327,7 @@ class DispatchRecv final : public StagedRun {
   std::uint32_t rows_per_unit_ = 1;
   std::vector<std::uint32_t> rows_;            // indexed by source
   std::vector<std::uint32_t> base_, counts_;   // [source, local expert]
+  std::vector<std::vector<std::uint32_t>> masks_;   // indexed by source
   std::vector<BlockHeader> headers_;
 };
 
@@ -357,9 +412,9 @@ std::unique_ptr<PhaseRun> Exchange::start_dispatch_recv(std::uint32_t step, cons
                                                         std::shared_ptr<Received> received) {
   std::lock_guard<std::mutex> lock(mutex_);
   OpenStep& open = steps_.expect(step, OpenStep::Progress::Sent, "dispatch_recv");
-  if (!blocks_.heap().in_pieces) return std::make_unique<DispatchRecv>(blocks_, step, open, output, std::move(received));
-  steps_.check_order(step, &OpenStep::receiving, "dispatch_recv");
+  if (blocks_.heap().in_pieces || config().node_ranks != 0) steps_.check_order(step, &OpenStep::receiving, "dispatch_recv");
   open.receiving = true;
+  if (!blocks_.heap().in_pieces) return std::make_unique<DispatchRecv>(blocks_, step, open, output, std::move(received));
   return std::make_unique<DispatchRecvInPieces>(blocks_, step, open, output, std::move(received));
 }
 

@@ -28,8 +28,18 @@ class DispatchWriter {
     header.piece = piece;
     header.pieces = shape_of(b_.heap(), header.rows).pieces;
     std::memcpy(block, &header, sizeof header);
-    if (piece == 0)
-      std::memcpy(block + sizeof header, plan_.counts.data() + first_expert(c_, peer), 4ull * local_experts(c_, peer));
+    if (piece != 0) return;
+    const auto write_counts = [&](std::uint32_t rank) {
+      std::memcpy(block + sizeof header + 4ull * first_of_block(peer, rank), plan_.counts.data() + first_expert(c_, rank),
+                  4ull * local_experts(c_, rank));
+    };
+    if (!b_.relayed(peer)) return write_counts(peer);
+    for (std::uint32_t rank : b_.peers())
+      if (b_.rails().rep[rank] == peer) write_counts(rank);
+    for (std::uint32_t row = 0; row < header.rows; ++row) {
+      const std::uint32_t mask = mask_of(peer, plan_.row_token[plan_.rows_begin[peer] + row]);
+      std::memcpy(block + masks_at(c_) + 4ull * row, &mask, sizeof mask);
+    }
   }
 
   // Tokens of this rank's slice.
@@ -72,16 +82,31 @@ class DispatchWriter {
     head.token = token;
     RouteEntry entries[kMaxTopK];
     std::uint32_t n = 0;
-    const std::uint32_t first = first_expert(c_, peer), count = local_experts(c_, peer);
     for (std::uint32_t k = 0; k < c_.top_k; ++k) {
       const std::size_t at = std::size_t{token} * c_.top_k + k;
-      const std::uint32_t local = static_cast<std::uint32_t>(plan_.ids[at]) - first;   // a dropped choice wraps to a large one
-      if (plan_.ids[at] < 0 || local >= count) continue;
+      const std::uint32_t rank = owner(at);
+      if (rank == kNoRank || b_.rails().rep[rank] != peer) continue;
+      const std::uint32_t expert = first_of_block(peer, rank) + static_cast<std::uint32_t>(plan_.ids[at]) - first_expert(c_, rank);
       head.choices = static_cast<std::uint16_t>(head.choices | 1u << k);
-      entries[n++] = {route_place(local, plan_.index[at]), in_.weights != nullptr ? in_.weights[at] : 1.0f};
+      entries[n++] = {route_place(expert, plan_.index[at]), in_.weights != nullptr ? in_.weights[at] : 1.0f};
     }
     std::memcpy(to, &head, sizeof head);
     std::memcpy(to + sizeof head, entries, n * sizeof(RouteEntry));
+  }
+
+  // The number of a rank's first expert in the block for it.
+  std::uint32_t first_of_block(std::uint32_t peer, std::uint32_t rank) const {
+    return b_.relayed(peer) ? b_.rails().number[rank] * experts_per_rank(c_) : 0;
+  }
+  std::uint32_t owner(std::size_t choice) const {
+    return plan_.ids[choice] < 0 ? kNoRank : rank_of_expert(c_, static_cast<std::uint32_t>(plan_.ids[choice]));
+  }
+  std::uint32_t mask_of(std::uint32_t peer, std::uint32_t token) const {
+    const Rails& rails = b_.rails();
+    std::uint32_t mask = 0;
+    for (std::size_t at = std::size_t{token} * c_.top_k; at < (std::size_t{token} + 1) * c_.top_k; ++at)
+      if (const std::uint32_t rank = owner(at); rank != kNoRank && rails.rep[rank] == peer) mask |= 1u << rails.number[rank];
+    return mask;
   }
 
   Blocks& b_;
@@ -107,7 +132,7 @@ class DispatchSend final : public StagedRun {
   bool begin(int stage, std::vector<std::uint32_t>& units) override {
     switch (stage) {
       case kQuantise:
-        for (std::uint32_t peer : b_.peers()) {
+        for (std::uint32_t peer : b_.targets()) {
           if (!b_.mapped(peer)) continue;
           writer_.write_header(peer, b_.slot_at_peer(set_, Op::Dispatch, peer));
           b_.raise_at_peer(step_, Signal::Header, peer);
@@ -119,7 +144,7 @@ class DispatchSend final : public StagedRun {
         if (b_.heap().in_pieces) return false;   // DispatchSending writes them
         std::uint64_t packed = 0;   // remote blocks lie back to back
         before_ = b_.announced(set_, Op::Dispatch);
-        for (std::uint32_t peer : b_.peers()) {
+        for (std::uint32_t peer : b_.targets()) {
           const std::uint32_t rows = plan_.rows(peer);
           char* block = b_.send_area(set_, Op::Dispatch) + packed;
           if (b_.mapped(peer))
@@ -136,11 +161,13 @@ class DispatchSend final : public StagedRun {
   }
 
   bool ready(int stage, std::uint32_t group) override {
-    return stage == kQuantise || b_.mapped(b_.peers()[group]) || Blocks::have_left(before_);
+    return stage == kQuantise || b_.mapped(b_.targets()[group]) || Blocks::have_left(before_);
   }
 
   Waiting waiting_of(int, std::uint32_t group) const override {
-    return b_.waiting_for(step_, Signal::Dispatch, b_.peers()[group], "the network to take the last dispatch block");
+    Waiting w = b_.waiting_for(step_, Signal::Dispatch, b_.targets()[group], "the network to take the last dispatch block");
+    w.by = kNoRank;
+    return w;
   }
 
   void run(int stage, std::uint32_t group, std::uint32_t unit) override {
@@ -148,13 +175,13 @@ class DispatchSend final : public StagedRun {
       writer_.quantise(unit * tokens_per_unit_, std::min(own_, (unit + 1) * tokens_per_unit_));
       return;
     }
-    const std::uint32_t peer = b_.peers()[group], begin = unit * rows_per_unit_;
+    const std::uint32_t peer = b_.targets()[group], begin = unit * rows_per_unit_;
     writer_.write_rows(peer, begin, std::min(plan_.rows(peer), begin + rows_per_unit_), blocks_[group] + block_.row_at(begin));
   }
 
   void finished(int stage, std::uint32_t group) override {
     if (stage != kRows) return;
-    const std::uint32_t peer = b_.peers()[group];
+    const std::uint32_t peer = b_.targets()[group];
     if (!b_.mapped(peer)) writer_.write_header(peer, blocks_[group]);
     b_.publish(step_, Op::Dispatch, peer, plan_.rows(peer), blocks_[group]);
   }

@@ -100,7 +100,7 @@ void Exchange::combine_recv(std::uint32_t step, const Result& output, const Inte
 }
 
 void Exchange::check_order(std::uint32_t step, Phase receives) const {
-  if (!blocks_.heap().in_pieces) return;
+  if (!blocks_.heap().in_pieces && config().node_ranks == 0) return;
   std::lock_guard<std::mutex> lock(mutex_);
   steps_.check_order(step, receives == Phase::DispatchRecv ? &OpenStep::receiving : &OpenStep::adding, phase_name(receives));
 }
@@ -110,6 +110,7 @@ void Exchange::finish_dispatch_recv(std::uint32_t step, const std::shared_ptr<Re
   OpenStep& open = steps_.of(step);
   open.progress = OpenStep::Progress::Received;
   open.overflowed = received->overflowed;
+  if (config().node_ranks != 0) open.received = received;
 }
 
 void Exchange::finish_combine_send(std::uint32_t step) {

@@ -62,6 +62,7 @@ class Exchange {
   void raise_notice() { blocks_.raise_notices(); }
 
   void reset(std::uint32_t generation, const std::vector<bool>& alive);
+  void lay_relays(std::vector<char*> areas) { blocks_.lay_relays(std::move(areas)); }   // see Blocks
   std::uint32_t next_step() const { return steps_.book().next(); }
   std::uint32_t open_steps() const;
   Stats stats() const;

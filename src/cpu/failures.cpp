@@ -100,35 +100,46 @@ void Failures::latch(PeerFailure failure) {
   throw failure;
 }
 
+bool Failures::stands_still(PhaseRun::Watched& watched, std::uint32_t mate, double waited) const {
+  const std::uint64_t turns = blocks_.turns(mate);
+  if (watched.rank != mate || watched.turns != turns) watched = {mate, turns, waited};
+  return waited - watched.since >= deadlines::kPassedOn.seconds;
+}
+
 void Failures::look(PhaseRun& run, Phase phase, std::uint32_t step, double waited, double patience) {
   if (seen() != 0) raise(phase, step);
-  const bool late = waited >= patience;
-  if (!late && !someone_left_.load(std::memory_order_acquire)) return;
+  if (waited < patience && !someone_left_.load(std::memory_order_acquire)) return;
   const Waiting w = run.waiting();
   if (w.peer == kNoRank) return;   // no longer blocked
-  const std::uint32_t rank = blocks_.config().rank;
-  const std::string over = over_text(first_.network_of(w.peer));
-  const std::string peer = rank_text(w.peer) + over;
+  const Config& c = blocks_.config();
+  const std::uint32_t mate = w.by != kNoRank ? w.by : w.peer;
+  const bool watches = waited >= patience && c.node_ranks != 0 && blocks_.mapped(mate);
+  const bool still = watches && stands_still(run.watched, mate, waited);
+  const std::string peer =
+      rank_text(w.peer) + (w.by != kNoRank ? " by way of " + rank_text(w.by) : over_text(first_.network_of(w.peer)));
   const std::string piece = w.piece == Waiting::kNoPiece ? "" : "piece " + std::to_string(w.piece) + " of ";
   const std::string waits = "waiting for " +
                             (w.to_be_read ? peer + " to read " + piece + w.what : piece + w.what + " of " + peer) + " in " +
                             phase_name(phase) + ", step " + std::to_string(step);
   const std::string expected = piece.empty() ? word_text(w.expected) : "piece " + std::to_string(w.piece);
   const std::string seen = piece.empty() ? word_text(w.seen) : std::to_string(w.seen) + " before it";
-  const auto failure = [&](const std::string& message, AbortReason reason) {
-    PeerFailure f(message, reason, w.peer, phase, step);
+  const auto failure = [&](std::uint32_t of, const std::string& message, AbortReason reason) {
+    PeerFailure f(message, reason, of, phase, step);
     f.expected = expected;
     f.seen = seen;
     throw f;
   };
-  const double goodbye = left_at_[w.peer].load(std::memory_order_acquire);
-  if (goodbye >= 0 && now_() - goodbye > deadlines::kGoodbyeGrace.seconds)
-    failure(rank_text(w.peer) + " closed its Communicator while " + rank_text(rank) + " is " + waits, AbortReason::Closed);
-  if (late)
-    failure(rank_text(rank) + " gave up after " + seconds_text(patience) + " " + waits +
-                ": expected " + expected + ", saw " + seen +
-                ". That rank is stopped, much slower, or not in the same step; timeout= allows more.",
-            AbortReason::Timeout);
+  for (std::uint32_t one : {w.peer, mate}) {
+    const double goodbye = left_at_[one].load(std::memory_order_acquire);
+    if (goodbye >= 0 && now_() - goodbye > deadlines::kGoodbyeGrace.seconds)
+      failure(one, rank_text(one) + " closed its Communicator while " + rank_text(c.rank) + " is " + waits, AbortReason::Closed);
+  }
+  if (!still && waited < patience + w.longer) return;
+  failure(still ? mate : w.peer,
+          rank_text(c.rank) + " gave up after " + seconds_text(still ? waited : patience + w.longer) + " " + waits + ": expected " +
+              expected + ", saw " + seen + ". " + (still && mate != w.peer ? "Rank " + std::to_string(mate) : "That rank") +
+              " is stopped, much slower, or not in the same step; timeout= allows more.",
+          AbortReason::Timeout);
 }
 
 std::uint64_t Failures::seen() {

@@ -33,7 +33,8 @@ class Failures {
   // Throws the latched failure, if there is one; the arguments say what this rank was doing.
   void raise(Phase phase = Phase::None, std::uint32_t step = 0);
   [[noreturn]] void latch(PeerFailure failure);
-  // Throws if this wait should end: a rank failed, the peer has left, or it took longer than `patience`.
+  // Throws if this wait should end: a rank failed, the peer has left, or it took longer than `patience`,
+  // and with relays than the rank for which the peer waits is allowed.
   void look(PhaseRun& run, Phase phase, std::uint32_t step, double waited, double patience);
   // Any rank: the one that is waited for may wait for the busy one itself.
   bool someone_is_busy(double at) const;
@@ -51,6 +52,8 @@ class Failures {
  private:
   std::uint64_t* own_word() const { return blocks_.abort_of(blocks_.config().rank); }
   std::uint64_t seen();                 // this rank's abort word
+  // With node_ranks. True if a mate's proxy took no turn for a while: then the mate is blamed, whatever else may be late.
+  bool stands_still(PhaseRun::Watched& watched, std::uint32_t mate, double waited) const;
   void note(const Abort& abort, const std::string& message);
   void tell_node(std::uint64_t word);   // writes the abort words of the ranks that share memory with this one
 

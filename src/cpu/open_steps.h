@@ -17,10 +17,12 @@ struct OpenStep {
   Progress progress = Progress::Closed;
   std::uint32_t step = 0;
   Tokens input;
+  std::shared_ptr<const Received> received;    // with node_ranks: it has the masks of relayed rows
   bool own_rows_in_x = false;
   bool overflowed = false;
   bool released = false;
   bool has_tail = false;
+  std::uint32_t flags = 0;                     // BlockFlags of its combine
   bool receiving = false, adding = false;      // dispatch_recv has begun, combine_recv has
   std::shared_ptr<PieceSending> sending;       // in pieces: the operation whose rest the receive half sends
 };
@@ -62,13 +64,15 @@ class OpenSteps {
     return open;
   }
 
-  // Checks an AllToAll in pieces: a receive half waits for the same one of all ranks, so they come to them in the same order.
+  // Checks an AllToAll in pieces, or with relays: a receive half waits for the same one of other ranks, so all have one order.
   void check_order(std::uint32_t step, bool OpenStep::* begun, const char* call) const {
     for (const OpenStep& open : by_set_)
       if (open.progress != Progress::Closed && step_difference(open.step, step) < 0 && !(open.*begun))
         throw Misuse(std::string(call) + ": step " + std::to_string(step) + " before step " + std::to_string(open.step) +
-                     ", but with slot_bytes=" + std::to_string(config_.slot_bytes) +
-                     " blocks go in pieces, and steps are received in order");
+                     (config_.node_ranks != 0
+                          ? ", but with dedup='node' ranks of a node receive for each other"
+                          : ", but with slot_bytes=" + std::to_string(config_.slot_bytes) + " blocks go in pieces") +
+                     ", and steps are received in order");
   }
 
   void close(std::uint32_t step) {

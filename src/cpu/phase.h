@@ -9,6 +9,7 @@
 #include <atomic>
 #include <cstdint>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "../protocol/abort.h"
@@ -23,7 +24,9 @@ struct Waiting {
   Signal signal = Signal::Header;
   std::uint64_t expected = 0;
   std::uint64_t seen = 0;
-  const char* what = "";
+  std::string what;
+  std::uint32_t by = kNoRank;          // the relay to which it comes, where this rank reads it
+  double longer = 0;                   // beyond `timeout`: for the peer to blame the rank for which it waits itself
   std::uint32_t piece = kNoPiece;      // the piece that is waited for; `seen` then counts the pieces that are there
   bool to_be_read = false;             // the wait is for the peer to read it, not to send it
 
@@ -35,6 +38,13 @@ class PhaseRun {
   virtual ~PhaseRun() = default;
   virtual bool poll() = 0;             // true: it is done. Throws what failed it
   virtual Waiting waiting() = 0;       // may be called at any time
+
+  // The last look at a mate's proxy, of a wait that has taken too long.
+  struct Watched {
+    std::uint32_t rank = kNoRank;
+    std::uint64_t turns = 0;
+    double since = 0;
+  } watched;
 };
 
 class StagedRun : public PhaseRun {

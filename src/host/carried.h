@@ -20,6 +20,8 @@ class Carried {
   // GPU memory that holds the blocks, at the offsets that they would have in memory(). The words stay in memory(). None: so do the
   // blocks.
   virtual std::optional<DeviceMemory> blocks() const { return {}; }
+  // Number of this rank's slots in the remote peer's heap.
+  virtual std::uint32_t slot_at(std::uint32_t) const { return config().rank; }
   // GPU memory that holds the arrival words, at the offsets that they would have in memory(), mapped so that this process writes it
   // through PCIe. Null: the words are in memory().
   virtual char* arrivals() const { return nullptr; }

@@ -10,7 +10,7 @@
 #include <cstring>
 #include <string>
 
-#include "../cuda/host/error.h"
+#include "../cuda/host/runtime.h"
 
 namespace py = pybind11;
 

@@ -2,9 +2,11 @@
 //
 //   header (with the counts, in a dispatch) | row 0 | row 1 | ... | row n-1
 //
+// A dispatch block for a node has the counts of all its ranks' experts, then a mask for each row: which of its ranks want it.
 // Dispatch row: payload | scales | route | arrival word.   Combine row: payload | tail | arrival word.
 // A tail is one float per choice of the token, in k order; only those of choices that live on the sender mean anything.
-// Weights row: one float per choice of that dispatch row. Every part starts at a multiple of 16 bytes.
+// Weights row: one float per choice: on CPUs of the token, in k order, on GPUs of that dispatch row. Every part starts at a multiple
+// of 16 bytes.
 // Slice row, from a replica to the others: like a combine row, but of the output; its tail is the token's.
 #pragma once
 
@@ -45,7 +47,8 @@ struct BlockHeader {
   std::uint32_t pieces = 1;
   std::uint32_t begin = 0;         // on GPUs in pieces: of the block's rows, the piece's first one
   std::uint32_t end = 0;           // and the one behind its last
-  std::uint32_t reserved[4] = {};
+  std::uint32_t overflowed = 0;    // combine, a node's answer: a bit for each of its ranks whose output buffer was too small
+  std::uint32_t reserved[3] = {};
 };
 static_assert(sizeof(BlockHeader) == 64, "the header travels as it is");
 
@@ -70,9 +73,12 @@ inline constexpr std::uint32_t kLine = 128, kLongRow = 2048;
 constexpr std::uint64_t block_alignment(const Config& c) { return c.on_gpu ? kLine : 64; }
 constexpr std::uint64_t row_alignment(const Config& c, std::uint64_t bytes, std::uint64_t least) { return c.on_gpu && bytes >= kLongRow ? kLine : least; }
 
+constexpr std::uint64_t masks_at(const Config& c) { return sizeof(BlockHeader) + 4ull * experts_of_block(c); }
+
 constexpr BlockLayout dispatch_block(const Config& c) {
   BlockLayout b;
-  b.header_bytes = static_cast<std::uint32_t>(align_up(sizeof(BlockHeader) + 4ull * experts_per_rank(c), block_alignment(c)));
+  b.header_bytes = static_cast<std::uint32_t>(
+      align_up(masks_at(c) + (c.node_ranks == 0 ? 0 : 4ull * max_rows_of_block(c)), block_alignment(c)));
   b.scales_at = static_cast<std::uint32_t>(align_up(payload_bytes(c), 16));
   b.route_at = static_cast<std::uint32_t>(align_up(b.scales_at + scale_bytes(c), 16));
   const std::uint64_t row = b.route_at + route_bytes(c) + kWordBytes;
@@ -92,6 +98,18 @@ constexpr BlockLayout combine_block(const Config& c) {
   return b;
 }
 
+// A relay's answer to a source: a combine block, whose rows may be codes and scales.
+constexpr BlockLayout answer_block(const Config& c) {
+  BlockLayout b = combine_block(c);
+  if (!c.combine_fp8) return b;
+  b.scales_at = static_cast<std::uint32_t>(align_up(c.hidden, 16));
+  b.tail_at = static_cast<std::uint32_t>(align_up(b.scales_at + 4ull * ceil_div(c.hidden, scale_block(Wire::FP8)), 16));
+  const std::uint64_t row = b.tail_at + 4ull * c.top_k + kWordBytes;
+  b.row_bytes = static_cast<std::uint32_t>(align_up(row, row_alignment(c, row, 32)));
+  b.arrival_at = b.row_bytes - kWordBytes;
+  return b;
+}
+
 constexpr BlockLayout weights_block(const Config& c) {
   BlockLayout b;
   b.header_bytes = sizeof(BlockHeader);
@@ -101,6 +119,16 @@ constexpr BlockLayout weights_block(const Config& c) {
 
 constexpr BlockLayout block_layout(const Config& c, Op op) {
   return op == Op::Dispatch ? dispatch_block(c) : op == Op::Combine ? combine_block(c) : weights_block(c);
+}
+
+// Blocks between ranks that the network joins.
+constexpr BlockLayout network_block(const Config& c, Op op) { return op == Op::Combine ? answer_block(c) : block_layout(c, op); }
+
+// The room that a block takes in a heap. Codes and scales of a short row take more than its numbers.
+constexpr BlockLayout largest_block(const Config& c, Op op) {
+  BlockLayout b = block_layout(c, op);
+  if (const std::uint32_t row = network_block(c, op).row_bytes; row > b.row_bytes) b.row_bytes = row;
+  return b;
 }
 
 // Rows of the parts of a block for another node (parts.h): four pairs of equal parts. A pair has 2^growth_log times the rows of the

@@ -22,6 +22,7 @@ inline constexpr std::uint32_t kMaxRanks = 1024;        // 10 bits of the immedi
 inline constexpr std::uint32_t kMaxObjects = 8;         // 3 bits of the immediate
 inline constexpr std::uint32_t kMaxTopK = 16;           // one bit a choice in a row's route
 inline constexpr std::uint32_t kMaxLocalExperts = 4096; // 12 bits of a route entry
+inline constexpr std::uint32_t kMaxNodeRanks = 32;      // one bit a rank in a row's mask
 inline constexpr std::uint32_t kMaxChoices = 1u << 20;  // a rank's in a step, all of which may name one expert: 20 bits of a route entry
 inline constexpr std::uint32_t kMaxInFlight = 8;
 
@@ -42,6 +43,10 @@ struct Config {
   std::uint32_t part_bytes = 0;        // on GPUs: blocks for other nodes leave in parts that are not smaller, but for the last. 0: whole
   std::uint32_t lent = 0;              // on GPUs, Compact: buffers of the heap for what experts make, which peers fetch
   std::uint32_t remote_peers = 0;      // how many peers the proxy carries to (sizes the send area only)
+  std::uint32_t mapped_first = 0, mapped_slots = 0;   // on GPUs: ranks of one node, and some between. 0 slots: all ranks
+  std::uint32_t remote_slots = 0;      // on GPUs: the most remote peers of any rank. 0: all ranks
+  bool combine_fp8 = false;            // with node_ranks: what relays answer travels as e4m3, a float scale per 128 elements
+  std::uint32_t node_ranks = 0;        // rows for other nodes go once to each: the most ranks of a node. 0: to each rank
   bool on_gpu = false;                 // kernels write rows before all are counted, and routes in pieces that show whose they are
   std::uint32_t first_step = 1;
   std::uint32_t object = 0;            // number among the Communicator's AllToAlls, for the immediate
@@ -70,6 +75,9 @@ constexpr std::uint32_t local_experts(const Config& c, std::uint32_t rank) {
   const std::uint32_t left = c.num_experts - first;
   return left < experts_per_rank(c) ? left : experts_per_rank(c);
 }
+
+// A rank's experts stand in a block for its node at its number there; in others at 0.
+constexpr std::uint32_t experts_of_block(const Config& c) { return experts_per_rank(c) * (c.node_ranks == 0 ? 1 : c.node_ranks); }
 
 // ---- steps: 32 bits that wrap, compared by signed difference ----
 
@@ -106,6 +114,8 @@ constexpr const char* invalid(const Config& c) {
   if (c.max_tokens < 1 || std::uint64_t{c.max_tokens} * c.top_k > kMaxChoices)
     return "max_tokens_per_rank * top_k must be 1 to 1048576";
   if (c.replicas < 1 || c.world % c.replicas != 0) return "replicas must divide the world size";
+  if (c.node_ranks > kMaxNodeRanks) return "at most 32 ranks of a node";
+  if (experts_of_block(c) > kMaxLocalExperts) return "at most 4096 experts per node";
   if (c.in_flight < 1 || c.in_flight > kMaxInFlight || (c.in_flight & (c.in_flight - 1)) != 0)
     return "in_flight must be 1, 2, 4 or 8";
   if (c.align < 1) return "align must be at least 1";

@@ -26,13 +26,17 @@ constexpr Deadline kAway{
 constexpr Deadline kBusy{
     "BUSY", 1800.0, "a rank that says that it is busy (Communicator.busy) is not blamed for so long"};
 // The warp that passes a remote peer's words on may wait for another peer. It must give up first, since it knows the rank to blame.
+// With dedup='node' the same holds for a relay, and for what its node's ranks return to it.
 constexpr Deadline kPassedOn{
-    "PASSED_ON", 0.25, "beyond `timeout`: for a word that another warp of this GPU passes on"};
+    "PASSED_ON", 0.25, "beyond `timeout`: for a word that another warp of this GPU passes on, or rows that a relay waits for"};
+constexpr Deadline kAnswered{
+    "ANSWERED", 0.5, "beyond `timeout`: for the sums of a node, whose relay waits for its other ranks"};
 constexpr Deadline kCloseKernels{
     "CLOSE_KERNELS", 0.3, "once more, when the last reference goes: for running kernels"};
 constexpr Deadline kCloseAborted{
     "CLOSE_ABORTED", 0.3, "for the kernels that did not end, after they were told to"};
 
-constexpr const Deadline* kAll[] = {&kDeathGrace, &kGoodbyeGrace, &kAway, &kBusy, &kPassedOn, &kCloseKernels, &kCloseAborted};
+constexpr const Deadline* kAll[] = {&kDeathGrace, &kGoodbyeGrace, &kAway,         &kBusy,
+                                    &kPassedOn,   &kAnswered,     &kCloseKernels, &kCloseAborted};
 
 }  // namespace pplx::deadlines

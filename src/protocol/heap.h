@@ -1,9 +1,12 @@
 // A rank's memory, and where everything in it is; heap_layout.h computes it. The part that peers write into comes first and is the
 // same on every rank; what only this rank and its proxy touch follows.
 //
-//   aborts | arrival[set][signal][peer] | pieces[set][op][peer] | consumed[set][op][peer] | counts[set][s], rounds[set][s] | recv[set][s] | back[set][d] |
+//   aborts | arrival[set][signal][peer] | turns | pieces[set][op][peer] | consumed[set][op][peer] | counts[set][s], rounds[set][s] | recv[set][s] | back[set][d] |
 //   weights[set][s] | slices[set][replica] | offers[set][peer] | made[buffer] ||
 //   mailbox | credits | outgoing | sent | left, rows in pieces | send areas
+//
+// On GPUs there are two memories, which begin with the same words: what mapped peers write into, up to made, and what the proxy
+// moves: slots for remote peers alone, then what follows the bars.
 //
 // The words are explained in abort.h, arrival.h (arrival, counts), pieces.h (pieces, consumed, rounds, left) and mailbox.h
 // (mailbox, credits, outgoing, sent); blocks in block.h. Only an AllToAll in pieces has the words that count them; one in parts has
@@ -28,14 +31,17 @@ constexpr std::uint32_t expert_vec16s(const Config& c) { return ceil_div(experts
 
 struct Heap {
   std::uint64_t arrival = 0;            // u64 [in_flight][kSignals][world]
+  std::uint64_t turns = 0;              // u64, with node_ranks: counts the proxy's. Mates see by it if this rank stands still
   std::uint64_t pieces = 0;             // u64 [in_flight][kPieceOps][world]
   std::uint64_t consumed = 0;           // u64 [in_flight][kPieceOps][world]
   std::uint64_t later_signals = 0;      // u64 [in_flight][kPieceOps][kMostParts - 1][world]: signals.h
   std::uint64_t counts = 0;             // vec16s [in_flight]: [world] rows, [world][expert_vec16s] choices, [world] what replicas compare,
                                         // on GPUs in pieces [world][most_rounds]
   std::uint64_t counts_bytes = 0, source_bytes = 0;  // sizes of a set's counts, and of one source's
-  std::uint64_t slots[kOps] = {};       // blocks [in_flight][world], by the op that fills them
+  std::uint64_t slots[kOps] = {};       // blocks of mapped peers [in_flight][mapped_slots], by the op that fills them; from rank 0's on
+  std::uint64_t remote_blocks[kOps] = {}; // blocks of remote peers [in_flight][remote_slots]; on the CPU the same slots
   std::uint64_t slot_bytes[kOps] = {};
+  std::uint32_t mapped_slots = 0, remote_slots = 0;
   bool in_pieces = false, in_parts = false;
   std::uint32_t slot_rows = 0;          // rows of the largest block that is whole
   std::uint32_t piece_rows = 0;
@@ -50,7 +56,8 @@ struct Heap {
   std::uint64_t left = 0;               // u64 [in_flight][kPieceOps][world]; on GPUs once more, of the rows in pieces
   std::uint64_t send[kOps] = {};        // blocks for remote peers [in_flight], packed back to back
   std::uint64_t send_bytes[kOps] = {};  // size of one set
-  std::uint64_t shared_bytes = 0;       // size of the part that peers write into
+  std::uint64_t mapped_bytes = 0;       // size of the part that mapped peers write into
+  std::uint64_t shared_bytes = 0;       // size of the part that remote peers write into
   std::uint64_t bytes = 0;
 
   // Generations take turns. A rank that was left out at a reset still has this memory mapped. When it wakes up in an old step, it
@@ -100,8 +107,13 @@ struct Heap {
   constexpr std::uint64_t counts_at(const Config& c, std::uint32_t set, std::uint32_t peer) const {
     return counts + counts_bytes * set + std::uint64_t{kVec16Bytes} * c.world + source_bytes * peer;
   }
-  constexpr std::uint64_t slot_at(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
-    return slots[std::uint32_t(op)] + slot_bytes[std::uint32_t(op)] * (std::uint64_t{set} * c.world + peer);
+  // A mapped peer's slot, or this rank's at that peer.
+  constexpr std::uint64_t slot_at(const Config&, std::uint32_t set, Op op, std::uint32_t rank) const {
+    return slots[std::uint32_t(op)] + slot_bytes[std::uint32_t(op)] * (std::uint64_t{set} * mapped_slots + rank);
+  }
+  // The slot of the nth remote peer; on the CPU that of rank n.
+  constexpr std::uint64_t remote_slot_at(std::uint32_t set, Op op, std::uint32_t nth) const {
+    return remote_blocks[std::uint32_t(op)] + slot_bytes[std::uint32_t(op)] * (std::uint64_t{set} * remote_slots + nth);
   }
   constexpr std::uint64_t slice_at(const Config& c, std::uint32_t set, std::uint32_t rank) const {
     return slices + slice_bytes * (std::uint64_t{set} * c.replicas + rank % c.replicas);

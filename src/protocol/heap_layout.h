@@ -12,6 +12,10 @@ constexpr Heap heap_of(const Config& c) {
   std::uint64_t at = Heap::kAborts * kWordBytes;
   h.arrival = at;
   at = align_up(at + std::uint64_t{kWordBytes} * c.in_flight * kSignals * c.world, page);
+  if (c.node_ranks != 0) {
+    h.turns = at;
+    at += page;
+  }
   if (in_pieces(c) || in_parts(c)) {
     const std::uint64_t words = std::uint64_t{kWordBytes} * c.in_flight * kPieceOps * c.world;
     h.pieces = at;
@@ -27,14 +31,17 @@ constexpr Heap heap_of(const Config& c) {
   h.in_parts = in_parts(c);
   h.piece_rows = h.in_pieces ? piece_rows_of(c) : max_rows_of_block(c);
   h.slot_rows = h.in_pieces ? kPlaces * h.piece_rows : h.piece_rows;
+  h.mapped_slots = c.on_gpu && c.mapped_slots != 0 ? c.mapped_slots : c.world;
+  h.remote_slots = c.on_gpu && c.remote_slots != 0 ? c.remote_slots : c.world;
+  const std::uint64_t words_end = at;
   for (std::uint32_t op = 0; op < kOps; ++op) {
-    h.slots[op] = at;
-    h.slot_bytes[op] = align_up(block_layout(c, Op(op)).bytes(max_rows_of_block(c)), block_alignment(c));
+    h.slot_bytes[op] = align_up(largest_block(c, Op(op)).bytes(max_rows_of_block(c)), block_alignment(c));
     if (h.in_pieces && op < kPieceOps) {
       h.place_bytes[op] = align_up(block_layout(c, Op(op)).bytes(h.piece_rows), block_alignment(c));
       h.slot_bytes[op] = kPlaces * h.place_bytes[op];
     }
-    at = align_up(at + h.slot_bytes[op] * c.in_flight * c.world, page);
+    h.slots[op] = h.remote_blocks[op] = at - h.slot_bytes[op] * c.mapped_first;
+    at = align_up(at + h.slot_bytes[op] * c.in_flight * h.mapped_slots, page);
   }
   if (c.replicas > 1) {
     h.slices = at;
@@ -46,6 +53,12 @@ constexpr Heap heap_of(const Config& c) {
     h.made = align_up(h.offers + std::uint64_t{kVec16Bytes} * c.in_flight * c.world, page);
     h.made_bytes = align_up(std::uint64_t{c.max_rows} * c.hidden * dtype_bytes(c.dtype), page);
     at = h.made_at(c.lent);
+  }
+  h.mapped_bytes = at;
+  if (c.on_gpu) at = words_end;
+  for (std::uint32_t op = 0; c.on_gpu && op < kOps; ++op) {
+    h.remote_blocks[op] = at;
+    at = align_up(at + h.slot_bytes[op] * c.in_flight * h.remote_slots, page);
   }
   h.shared_bytes = at;
   const std::uint64_t words = std::uint64_t{kWordBytes} * c.in_flight * kOps * c.world;
@@ -60,7 +73,7 @@ constexpr Heap heap_of(const Config& c) {
   const std::uint64_t rows_out = most * (c.top_k < c.remote_peers ? c.top_k : c.remote_peers);
   const std::uint64_t rows[kOps] = {rows_out, most * c.remote_peers, rows_out};
   for (std::uint32_t op = 0; op < kOps; ++op) {
-    const BlockLayout block = block_layout(c, Op(op));
+    const BlockLayout block = largest_block(c, Op(op));
     h.send[op] = at;
     h.send_bytes[op] = c.on_gpu
                            ? c.remote_peers * align_up(block.bytes(most), 64)

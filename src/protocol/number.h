@@ -72,16 +72,19 @@ static inline U to_e4m3_bits(F x) {
   return sign | (a > 0x7f800000u ? a - a + 0x7fu : magnitude);
 }
 
+template <typename F, typename U>
+static inline F from_e4m3_bits(U code) {
+  const U sign = (code & 0x80u) << 24, magnitude = code & 0x7fu;
+  const U finite = same_bits<U>(same_bits<F>(magnitude << 20) * float_of(0x7b800000u));   // times 2^120
+  const U nan = finite - finite + 0x7fc00000u;
+  return same_bits<F>(sign | (magnitude == 0x7fu ? nan : finite));
+}
+
 static inline float from_bf16(std::uint16_t h) { return from_bf16_bits<float>(std::uint32_t{h}); }
 static inline std::uint16_t to_bf16(float x) { return static_cast<std::uint16_t>(to_bf16_bits<std::uint32_t>(x)); }
 static inline float from_fp16(std::uint16_t h) { return from_fp16_bits<float>(std::uint32_t{h}); }
 static inline std::uint16_t to_fp16(float x) { return static_cast<std::uint16_t>(to_fp16_bits<std::uint32_t>(x)); }
 static inline std::uint8_t to_e4m3_sat(float x) { return static_cast<std::uint8_t>(to_e4m3_bits<std::uint32_t>(x)); }
-static inline float from_e4m3(std::uint8_t code) {
-  const std::uint32_t sign = std::uint32_t{code & 0x80u} << 24;
-  const std::uint32_t magnitude = code & 0x7fu;
-  const std::uint32_t finite = bits_of(float_of(magnitude << 20) * float_of(0x7b800000u));   // times 2^120
-  return float_of(sign | (magnitude == 0x7fu ? 0x7fc00000u : finite));
-}
+static inline float from_e4m3(std::uint8_t code) { return from_e4m3_bits<float>(std::uint32_t{code}); }
 
 }  // namespace pplx

@@ -22,7 +22,8 @@
 //
 //   places    a slot has 2 * S rows behind one header. Rows of round k take those from (k mod 2) * S on, in their order, so a row of a slot has
 //             its parts where rows of whole blocks have them
-//   rows      each has an arrival word: pieces_word(), with round + 1 in place of a number of pieces. What a round left is no other's
+//   rows      each has an arrival word: pieces_word(), with round + 1 in place of a number of pieces. What a round left is no other's.
+//             A rank of few tokens has one round, whose rows show by themselves as those of a whole block do (arrival.h)
 //   rounds    rounds[set][source][round], tagged pieces: how many of the source's rows come before that round, and in the first one how
 //             many rounds there are
 //   consumed  consumed[set][op][peer] for even rounds, pieces[set][op][peer] for odd ones: pieces_word() with how many rounds the peer has

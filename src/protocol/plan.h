@@ -1,5 +1,5 @@
 // The plan: a pure function from a step's expert ids to each row's destinations and each choice's place. Deterministic: everything
-// is in (token, k) order. CUDA kernels compute the same numbers; this is their reference.
+// is in (token, k) order. A relay stands for the ranks of its node. CUDA kernels compute the same numbers; this is their reference.
 #pragma once
 
 #include <algorithm>
@@ -33,9 +33,11 @@ struct Plan {
 };
 
 // `ids` is [tokens, top_k], contiguous. A negative id drops the choice, an id twice is two choices, and choices of ranks
-// that `alive` (null: all) names dead are dropped. Ids must be below num_experts. A replica plans what it sends itself.
+// that `alive` (null: all) names dead are dropped. Ids must be below num_experts. A replica plans what it sends itself. `rep`:
+// the rank to which a rank's rows go (nodes.h); null: that rank itself.
 template <typename Id>
-Plan make_plan(const Config& c, const Id* ids, std::uint32_t tokens, const std::vector<bool>* alive = nullptr) {
+Plan make_plan(const Config& c, const Id* ids, std::uint32_t tokens, const std::vector<bool>* alive = nullptr,
+               const std::vector<std::uint32_t>* rep = nullptr) {
   const std::size_t choices = std::size_t{tokens} * c.top_k;
   const std::uint32_t per_rank = experts_per_rank(c);
   Plan plan;
@@ -57,8 +59,9 @@ Plan make_plan(const Config& c, const Id* ids, std::uint32_t tokens, const std::
     for (std::uint32_t k = 0; k < c.top_k; ++k) {
       const std::size_t at = std::size_t{t} * c.top_k + k;
       const std::int64_t id = ids[at];
-      const std::uint32_t rank = id < 0 ? 0 : static_cast<std::uint32_t>(id) / per_rank;
-      if (id < 0 || !plan.slice.has(t) || (alive != nullptr && !(*alive)[rank])) {
+      const std::uint32_t owner = id < 0 ? 0 : static_cast<std::uint32_t>(id) / per_rank;
+      const std::uint32_t rank = rep != nullptr ? (*rep)[owner] : owner;
+      if (id < 0 || !plan.slice.has(t) || (alive != nullptr && !(*alive)[owner])) {
         plan.ids[at] = Plan::kDropped;
         plan.index[at] = 0;
         continue;

@@ -1,7 +1,8 @@
 // The route of a row: which of its token's choices live on the destination, and where each goes.
 //
-//   token (32) | choices, a bit per k (16) | reserved (16) | entry[top_k]: local expert (12), index (20), weight (float)
+//   token (32) | choices, a bit per k (16) | reserved (16) | entry[top_k]: expert (12), index (20), weight (float)
 //
+// `expert` is the destination's own number of it; in a block for a node experts of all its ranks count (experts_of_block).
 // `index` counts the choices that this source sends to that expert, in (token, k) order. Entries follow in k order.
 //
 // GPUs write a vec16 for each k, here or not: place or kNowhere, weight, token, the step's tag (arrival.h).
@@ -19,7 +20,7 @@ struct RouteEntry {
 struct RouteHead {
   std::uint32_t token = 0;
   std::uint16_t choices = 0;
-  std::uint16_t reserved = 0;   // room for (rank, slot) entries, when a node receives a row once and relays it
+  std::uint16_t reserved = 0;
 };
 
 static_assert(sizeof(RouteEntry) == 8 && sizeof(RouteHead) == 8, "both travel as they are");

@@ -14,6 +14,7 @@ namespace pplx::test {
 struct LocalRank {
   Config config;
   std::unique_ptr<std::uint64_t[]> heap;
+  std::vector<std::uint64_t> relay;   // see Blocks::lay_relays()
   std::unique_ptr<cpu::Exchange> exchange;
   std::unique_ptr<ShuffleFabric> fabric;
   std::unique_ptr<Proxy> proxy;
@@ -37,8 +38,10 @@ class LocalRanks {
     for (LocalRank& rank : ranks) {
       cpu::Memory memory;
       memory.own = rank.memory();
-      for (std::uint32_t p = 0; p < config.world; ++p)
+      for (std::uint32_t p = 0; p < config.world; ++p) {
         memory.peers.push_back(same_node(rank.config.rank, p) ? ranks[p].memory() : nullptr);
+        memory.nodes.push_back(static_cast<std::uint16_t>(p / node_size));
+      }
       rank.exchange = std::make_unique<cpu::Exchange>(rank.config, memory, 1, 10.0);
       if (rank.config.remote_peers == 0) continue;
       rank.fabric = std::make_unique<ShuffleFabric>(net, static_cast<int>(rank.config.rank), endpoints);
@@ -56,6 +59,21 @@ class LocalRanks {
       object.on_failure = [&rank](const ProxyFailure& f) { rank.failures.push_back(f); };
       rank.proxy->attach(std::move(object));
     }
+    for (LocalRank& rank : ranks)
+      if (config.node_ranks != 0) rank.relay.resize(rank.exchange->blocks().relay_bytes(rank.config.rank) / 8);
+    for (LocalRank& rank : ranks) {
+      std::vector<char*> areas(config.world, nullptr);
+      for (std::uint32_t p = 0; p < config.world; ++p)
+        if (same_node(rank.config.rank, p)) areas[p] = reinterpret_cast<char*>(ranks[p].relay.data());
+      rank.exchange->lay_relays(areas);
+    }
+  }
+
+  // Runs the proxies until all announced blocks are there.
+  void run_network() {
+    for (int i = 0; i < 200; ++i)
+      for (LocalRank& rank : ranks)
+        if (rank.proxy) rank.proxy->step();
   }
 
   ShuffleNet net;

@@ -17,9 +17,14 @@ struct Totals {
   std::uint64_t raised = 0, finished = 0;
 };
 
+// With relays there are two nodes, or three, of which the last one may be smaller.
 Config random_config(check::Random& random) {
   Config c;
   c.world = static_cast<std::uint32_t>(random.integer(2, 4));
+  if (random.chance(0.4)) {
+    c.node_ranks = static_cast<std::uint32_t>(random.integer(2, 3));
+    c.world = static_cast<std::uint32_t>(random.integer(c.node_ranks + 1, 6));
+  }
   c.num_experts = static_cast<std::uint32_t>(random.integer(1, 12));
   c.top_k = static_cast<std::uint32_t>(random.integer(1, 5));
   c.hidden = static_cast<std::uint32_t>(random.integer(1, 20)) * 8;
@@ -73,7 +78,13 @@ void damage(char* block, std::uint64_t bytes, std::uint32_t interesting, check::
   }
 }
 
+// With relays a combine's blocks lie in their areas.
 void damage_blocks(LocalRank& rank, Op op, check::Random& random) {
+  const Blocks& b = rank.exchange->blocks();
+  for (std::uint32_t source : b.rails().sources)
+    for (std::uint32_t mate : b.rails().mates)
+      if (op == Op::Combine && mate != rank.config.rank && random.chance(0.3))
+        damage(b.relay_slot(0, source, mate), combine_block(b.config()).bytes(b.config().max_tokens), sizeof(BlockHeader), random);
   const Config& c = rank.config;
   const BlockLayout layout = block_layout(c, op);
   for (std::uint32_t peer = 0; peer < c.world; ++peer) {
@@ -134,7 +145,8 @@ DispatchOutput prepare(const Config& c, Rank& r) {
 void one_case(std::uint64_t seed, Totals& totals) {
   check::Random random(seed);
   const Config config = random_config(random);
-  LocalRanks local(config, random.chance(0.5) ? config.world : 1, 2, 256, random.bits());
+  const std::uint32_t node_size = config.node_ranks != 0 ? config.node_ranks : random.chance(0.5) ? config.world : 1;
+  LocalRanks local(config, node_size, 2, 256, random.bits());
   std::vector<Rank> ranks(config.world);
   const Op target = Op(random.integer(0, 2));
   const bool late = target == Op::Weights && config.layout != LayoutKind::Compact;
@@ -148,7 +160,8 @@ void one_case(std::uint64_t seed, Totals& totals) {
       r.weights.push_back(random.real(-1, 1));
     }
     r.x.assign(std::size_t{r.tokens} * config.hidden * dtype_bytes(config.dtype), 1);
-    r.plan = std::make_shared<const Plan>(make_plan(at.config, r.ids.data(), r.tokens));
+    r.plan = std::make_shared<const Plan>(
+        make_plan(at.config, r.ids.data(), r.tokens, nullptr, &at.exchange->blocks().rails().rep));
     Tokens in;
     in.plan = r.plan;
     in.x = {r.x.data(), std::uint64_t{config.hidden} * dtype_bytes(config.dtype)};
@@ -157,9 +170,7 @@ void one_case(std::uint64_t seed, Totals& totals) {
     CHECK(finish(local, *phase, totals));
   }
   // Everything is in, so nothing that follows waits for a rank that gave up.
-  for (int i = 0; i < 200; ++i)
-    for (LocalRank& at : local.ranks)
-      if (at.proxy) at.proxy->step();
+  local.run_network();
   if (target == Op::Dispatch)
     for (LocalRank& at : local.ranks) damage_blocks(at, Op::Dispatch, random);
 
@@ -221,9 +232,7 @@ void one_case(std::uint64_t seed, Totals& totals) {
     }
   }
   if (any_failed) return;
-  for (int i = 0; i < 200; ++i)
-    for (LocalRank& at : local.ranks)
-      if (at.proxy) at.proxy->step();
+  local.run_network();
   if (target == Op::Combine)
     for (LocalRank& at : local.ranks) damage_blocks(at, Op::Combine, random);
   for (LocalRank& at : local.ranks) {
@@ -232,8 +241,30 @@ void one_case(std::uint64_t seed, Totals& totals) {
     r.tail_out.assign(std::size_t{r.tokens} * config.top_k, 0);
     const Result out{r.y.data(), std::uint64_t{config.hidden} * dtype_bytes(config.dtype), false,
                             tail ? r.tail_out.data() : nullptr};
-    const auto phase = at.exchange->start_combine_recv(r.step, out);
-    if (finish(local, *phase, totals)) at.exchange->finish_combine_recv(r.step);
+    sends[at.config.rank] = at.exchange->start_combine_recv(r.step, out);
+  }
+  // In turns, as ranks answer for each other; one that raised sends no more answers.
+  for (int tries = 0; !any_failed; ++tries) {
+    CHECK(tries < 100000);
+    bool all = true;
+    for (LocalRank& at : local.ranks) {
+      std::unique_ptr<PhaseRun>& add = sends[at.config.rank];
+      if (at.proxy) at.proxy->step();
+      try {
+        if (add && !add->poll()) {
+          all = false;
+        } else if (add) {
+          add.reset();
+          at.exchange->finish_combine_recv(ranks[at.config.rank].step);
+          ++totals.finished;
+        }
+      } catch (const PeerFailure& failure) {
+        any_failed = true;
+        ++totals.raised;
+        CHECK(failure.peer < config.world);
+      }
+    }
+    if (all) break;
   }
 }
 

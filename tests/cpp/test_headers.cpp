@@ -1,16 +1,18 @@
 // A peer's block is used only when its word has come and its header fits. Two ranks map each other's memory, and the test changes
 // one field or one word in between.
+#include <algorithm>
+#include <cstddef>
 #include <cstring>
 #include <functional>
 #include <memory>
 #include <string>
 #include <vector>
 
-#include "../../src/cpu/exchange.h"
-#include "check.h"
+#include "local_ranks.h"
 
 using namespace pplx;
 using namespace pplx::cpu;
+using namespace pplx::test;
 
 namespace {
 
@@ -40,7 +42,7 @@ struct Pair {
     for (Rank& r : ranks) r.heap = std::make_unique<std::uint64_t[]>(heap_of(c).bytes / 8 + 8);
     for (c.rank = 0; c.rank < 2; ++c.rank) {
       Rank& r = ranks[c.rank];
-      r.exchange = std::make_unique<Exchange>(c, Memory{r.memory(), {ranks[0].memory(), ranks[1].memory()}}, 1, 10.0);
+      r.exchange = std::make_unique<Exchange>(c, Memory{r.memory(), {ranks[0].memory(), ranks[1].memory()}, {}, {}}, 1, 10.0);
       r.x.assign(kTokens * c.hidden, 1.0f);
       r.weights.assign(kTokens * c.top_k, 0.5f);
       route(c.rank, kIds);
@@ -95,13 +97,14 @@ struct Pair {
   std::uint32_t step = 0;
 };
 
-void must_refuse(const std::function<void()>& call, const std::string& word) {
+void must_refuse(const std::function<void()>& call, const std::string& word, std::uint32_t peer = 1) {
   try {
     call();
   } catch (const PeerFailure& failure) {
     CHECK(failure.reason == AbortReason::Protocol);
-    CHECK_EQ(failure.peer, 1u);
-    CHECK(std::string(failure.what()).find(word) != std::string::npos);
+    CHECK_EQ(failure.peer, peer);
+    const std::string what = failure.what();
+    if (what.find(word) == std::string::npos) check::fail(__FILE__, __LINE__, what + ", not " + word);
     return;
   }
   check::fail(__FILE__, __LINE__, "was accepted: a wrong header, " + word);
@@ -196,7 +199,7 @@ std::unique_ptr<PhaseRun> until_slice(Pair& p) {
   auto phase = p.ranks[0].exchange->start_combine_recv(p.step, output(0));
   CHECK(!phase->poll());
   const Waiting w = phase->waiting();
-  CHECK(w.peer == 1 && w.signal == Signal::Slice && w.seen == 0);
+  CHECK(w.peer == 1 && w.what == "the finished rows" && w.seen == 0);
   CHECK(p.ranks[1].exchange->start_combine_recv(p.step, output(1))->poll());   // rank 0's rows were there
   return phase;
 }
@@ -238,7 +241,7 @@ void words() {
       p.word(signal) = other;
       CHECK(!phase.poll());
       const Waiting w = phase.waiting();
-      CHECK(w.peer == 1 && w.signal == signal && w.seen == other && w.expected == word);
+      CHECK(w.peer == 1 && w.seen == other && w.expected == word);
     }
     p.word(signal) = word;
   };
@@ -262,9 +265,258 @@ void words() {
   CHECK(add->poll());
 }
 
+// ---- with relays ----------------------------------------------------------------------------------------------------------
+
+// Two nodes of two, over a network: 2 is the relay of 0, and 3 that of 1. A rank has two experts; 3 has one, number 6. All ranks
+// send the same tokens: the first for both ranks of either node, the second for 0 and 2, the third for 1 and 3.
+struct Relayed {
+  static constexpr std::uint32_t kTopK = 4, kBoth = 3;
+  explicit Relayed(std::uint32_t in_flight = 1)
+      : local(configuration(in_flight), 2, 2, 4096, 1), x(4 * 16, 1.0f), weights(12, 0.5f) {
+    for (Out& o : out) {
+      o.x.resize(local.ranks[0].config.max_rows * 4);
+      o.y.resize(12);
+      o.numbers.resize(4 * local.ranks[0].config.max_rows + 16);
+      o.weights.resize(local.ranks[0].config.max_rows);
+    }
+  }
+  static Config configuration(std::uint32_t in_flight) {
+    Config c;
+    c.world = 4;
+    c.num_experts = 7;
+    c.top_k = kTopK;
+    c.hidden = 4;
+    c.max_tokens = 4;
+    c.in_flight = in_flight;
+    c.dtype = Dtype::Float32;
+    c.max_rows = 64;
+    c.node_ranks = 2;
+    return c;
+  }
+
+  Exchange& at(std::uint32_t rank) { return *local.ranks[rank].exchange; }
+  void send() {
+    for (LocalRank& rank : local.ranks) {
+      Tokens in;
+      in.plan = plans[rank.config.rank] = std::make_shared<const Plan>(
+          make_plan(rank.config, ids.data(), 3, nullptr, &rank.exchange->blocks().rails().rep));
+      in.x = {reinterpret_cast<const char*>(x.data()), 16};
+      step = rank.exchange->dispatch_send(in, {});
+    }
+    local.run_network();
+  }
+  std::shared_ptr<const Received> receive(std::uint32_t rank) {
+    Out& o = out[rank];
+    std::int32_t* const numbers = o.numbers.data();
+    const std::uint32_t rows = local.ranks[0].config.max_rows;
+    DispatchOutput to;
+    to.x = reinterpret_cast<char*>(o.x.data());
+    to.weights = o.weights.data();
+    to.src_rank = numbers;
+    to.src_token = numbers + rows;
+    to.counts = numbers + 2 * rows;
+    to.offsets = numbers + 2 * rows + 4;
+    return o.received = at(rank).dispatch_recv(step, to, {});
+  }
+  std::unique_ptr<PhaseRun> start_back(std::uint32_t rank, bool uses_weights = false, bool release = false) {
+    ExpertOutputs in;
+    in.received = out[rank].received;
+    in.expert_out = {reinterpret_cast<const char*>(out[rank].x.data()), 16};
+    in.uses_weights = uses_weights;
+    in.release = release;
+    in.weights = weights.data();
+    in.plan = plans[rank];
+    return at(rank).start_combine_send(step, in);
+  }
+  void send_back() {
+    for (std::uint32_t rank = 0; rank < 4; ++rank) {
+      CHECK(start_back(rank)->poll());
+      at(rank).finish_combine_send(step);
+    }
+  }
+  std::unique_ptr<PhaseRun> start_add(std::uint32_t rank) {
+    return at(rank).start_combine_recv(step, {reinterpret_cast<char*>(out[rank].y.data()), 16, false});
+  }
+  // Runs all ranks to the end.
+  void add() {
+    std::unique_ptr<PhaseRun> runs[4];
+    for (std::uint32_t rank = 0; rank < 4; ++rank) runs[rank] = start_add(rank);
+    for (bool done = false; !done;) {
+      done = true;
+      for (const auto& run : runs) done &= run->poll();
+      local.run_network();
+    }
+    for (std::uint32_t rank = 0; rank < 4; ++rank) at(rank).finish_combine_recv(step);
+  }
+
+  // A word of rank 0's block in the memory of its relay, and of a row of it.
+  std::uint32_t& word(Op op, std::uint64_t at_byte) {
+    return *reinterpret_cast<std::uint32_t*>(at(2).blocks().own_slot(set_of(at(2).config(), step), op, 0) + at_byte);
+  }
+  std::uint32_t& mask(std::uint32_t row) { return word(Op::Dispatch, masks_at(at(2).config()) + 4 * row); }
+  std::uint32_t& count(std::uint32_t expert_of_node) { return word(Op::Dispatch, sizeof(BlockHeader) + 4 * expert_of_node); }
+  std::uint32_t& route(std::uint32_t row, std::uint32_t n) {
+    const BlockLayout block = dispatch_block(at(2).config());
+    return word(Op::Dispatch, block.row_at(row) + block.route_at + 4 * n);
+  }
+
+  struct Out {
+    std::vector<float> x, y, weights;
+    std::vector<std::int32_t> numbers;
+    std::shared_ptr<const Received> received;
+  };
+  const std::vector<std::int32_t> ids{0, 2, 4, 6, 1, 5, -1, -1, 3, 6, 6, -1};
+  LocalRanks local;
+  std::vector<float> x, weights;
+  std::shared_ptr<const Plan> plans[4];
+  Out out[4];
+  std::uint32_t step = 0;
+};
+
+// Every check of a block for a node: which of its ranks, 2 and 3, refuse it.
+void relayed_dispatches() {
+  struct Damaged {
+    const char* word;
+    std::vector<std::uint32_t> refuse;
+    std::function<void(Relayed&)> change;
+  };
+  const auto entry = [](Relayed& r, std::uint32_t row, std::uint32_t nth) -> std::uint32_t& { return r.route(row, 2 + 2 * nth); };
+  const std::vector<Damaged> all{
+      {"a mask of 0", {2, 3}, [](Relayed& r) { r.mask(2) = 0; }},
+      {"a mask of 5", {2, 3}, [](Relayed& r) { r.mask(1) |= 4; }},
+      {"a mask of 2147483649", {2, 3}, [](Relayed& r) { r.mask(1) |= 1u << 31; }},
+      {"counts that add up to 2 for 3 rows", {2}, [](Relayed& r) { r.mask(2) = Relayed::kBoth, r.count(1) = 0, r.count(0) = 2; }},
+      {"counts that add up to 9 for 2 rows", {3}, [](Relayed& r) { r.count(2) = 9; }},
+      {"counts", {2, 3}, [](Relayed& r) { r.count(0) = r.count(2) = 0x80000000u; }},
+      {"without a choice of this rank", {3}, [](Relayed& r) { r.mask(1) = Relayed::kBoth; }},
+      {"without a choice of this rank", {2}, [&](Relayed& r) { entry(r, 1, 0) = route_place(4, 0); }},
+      {"place 0 of its local expert 1", {3}, [&](Relayed& r) { entry(r, 0, 1) = route_place(3, 0); }},
+      {"place 7 of its local expert", {2}, [&](Relayed& r) { entry(r, 1, 0) += 7; }},
+      {"a route of choices 0", {2}, [](Relayed& r) { r.route(1, 1) = 0; }},
+      {"a route of choices 17", {3}, [](Relayed& r) { r.route(2, 1) = 17; }},
+      {"rows", {2, 3}, [](Relayed& r) { r.word(Op::Dispatch, offsetof(BlockHeader, rows)) = 5; }},
+      {"a mask of", {2, 3}, [](Relayed& r) { r.mask(3) = 8, ++r.word(Op::Dispatch, offsetof(BlockHeader, rows)); }},
+  };
+  for (const Damaged& damaged : all)
+    for (std::uint32_t rank : {2u, 3u}) {
+      Relayed r;
+      r.send();
+      CHECK(r.mask(0) == Relayed::kBoth && r.mask(1) == 1 && r.mask(2) == 2 && r.count(1) == 1 && r.count(2) == 3);
+      damaged.change(r);
+      if (std::count(damaged.refuse.begin(), damaged.refuse.end(), rank) != 0)
+        must_refuse([&] { r.receive(rank); }, damaged.word, 0);
+      else
+        r.receive(rank);
+    }
+}
+
+// Damages headers that a mate leaves at a relay, and those of the relay's answers.
+void returned_rows() {
+  const std::vector<Damage> more{{"release", [](BlockHeader& h) { h.flags ^= kReleased; }},
+                                 {"tail", [](BlockHeader& h) { h.flags ^= kHasTail; }}};
+  for (const std::vector<Damage>& damages : {kDamages, more})
+    for (const Damage& damage : damages) {
+      Relayed r;
+      r.send();
+      for (std::uint32_t rank = 0; rank < 4; ++rank) r.receive(rank);
+      r.send_back();
+      auto& header = *reinterpret_cast<BlockHeader*>(r.at(2).blocks().relay_slot(0, 0, 3));
+      CHECK(header.rows == 2 && header.source == 3 && header.flags == 0);
+      damage.change(header);
+      const std::unique_ptr<PhaseRun> add = r.start_add(2);
+      must_refuse([&] { add->poll(); }, damage.word, 3);
+
+      Relayed other;
+      other.send();
+      for (std::uint32_t rank = 0; rank < 4; ++rank) other.receive(rank);
+      other.send_back();
+      const std::unique_ptr<PhaseRun> sum = other.start_add(0);
+      CHECK(!sum->poll());   // it waits for the answer
+      const std::unique_ptr<PhaseRun> answer = other.start_add(2);
+      answer->poll();
+      other.local.run_network();
+      auto& answered = *reinterpret_cast<BlockHeader*>(other.at(0).blocks().own_slot(0, Op::Combine, 2));
+      CHECK(answered.rows == 3 && answered.source == 2 && answered.step == other.step);
+      damage.change(answered);
+      must_refuse([&] { sum->poll(); }, damage.word, 2);
+    }
+}
+
+// A node's weights have a row for each row of the dispatch, whichever ranks want it.
+void relayed_weights() {
+  for (const Damage& damage : kDamages)
+    for (std::uint32_t rank : {2u, 3u}) {
+      Relayed r;
+      r.send();
+      for (std::uint32_t each = 0; each < 4; ++each) r.receive(each);
+      std::unique_ptr<PhaseRun> runs[4];
+      for (std::uint32_t each = 0; each < 4; ++each) runs[each] = r.start_back(each, true);
+      for (std::uint32_t each : {0u, 1u, 5 - rank}) runs[each]->poll();
+      r.local.run_network();
+      auto& header = *reinterpret_cast<BlockHeader*>(r.at(2).blocks().own_slot(0, Op::Weights, 0));
+      CHECK(header.rows == 3 && header.source == 0);
+      damage.change(header);
+      if (header.source == 0 && std::string(damage.word) == "source") header.source = 1;
+      must_refuse([&] { runs[rank]->poll(); }, damage.word, 0);
+    }
+}
+
+// A source that writes its block again once it has been read changes nothing.
+void masks_are_read_once() {
+  std::vector<float> sums[4];
+  for (const bool rewritten : {false, true}) {
+    Relayed r;
+    r.send();
+    for (std::uint32_t rank = 0; rank < 4; ++rank) r.receive(rank);
+    for (std::uint32_t row = 0; row < 4 && rewritten; ++row) r.mask(row) = row == 0 ? 1 : Relayed::kBoth;
+    if (rewritten) r.word(Op::Dispatch, offsetof(BlockHeader, rows)) = 4;
+    r.send_back();
+    r.add();
+    for (std::uint32_t rank = 0; rank < 4; ++rank)
+      if (rewritten)
+        CHECK(sums[rank] == r.out[rank].y);
+      else
+        sums[rank] = r.out[rank].y;
+  }
+}
+
+// Ranks of a node receive for each other, so all take steps in one order.
+void relayed_order() {
+  Relayed r(2);
+  r.send();
+  r.send();
+  const auto refused = [&](const std::function<void()>& call) {
+    try {
+      call();
+    } catch (const Misuse& misuse) {
+      CHECK(std::string(misuse.what()).find("dedup='node'") != std::string::npos);
+      return;
+    }
+    check::fail(__FILE__, __LINE__, "a later step was received first");
+  };
+  refused([&] { r.receive(2); });
+  for (r.step = 1; r.step <= 2; ++r.step)
+    for (std::uint32_t rank = 0; rank < 4; ++rank) r.receive(rank);
+  for (std::uint32_t step : {2u, 1u}) {
+    r.step = step;
+    r.send_back();
+  }
+  r.step = 2;
+  refused([&] { r.start_add(2); });
+  for (std::uint32_t step : {1u, 2u}) {
+    r.step = step;
+    r.add();
+  }
+}
+
 }  // namespace
 
 int main() {
+  relayed_dispatches();
+  returned_rows();
+  relayed_weights();
+  masks_are_read_once();
+  relayed_order();
   headers();
   too_many_rows();
   words();

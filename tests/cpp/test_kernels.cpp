@@ -80,7 +80,9 @@ void check_sums(const Kernels& k, check::Random& random) {
     const auto dtype = static_cast<Dtype>(random.integer(0, 2));
     const auto hidden = static_cast<std::uint32_t>(random.chance(0.8) ? random.integer(1, 200) : random.integer(400, 1600));
     const auto n = static_cast<std::uint32_t>(random.integer(0, 17));
-    const bool weighted = random.chance(0.5), from = random.chance(0.3);
+    const bool by_node = random.chance(0.3), weighted = !by_node && random.chance(0.5), from = random.chance(0.3);
+    std::uint32_t ends = 0;
+    for (std::uint32_t r = 0; by_node && r < n; ++r) ends |= (r + 1 == n || random.chance(0.5) ? 1u : 0u) << r;
     std::vector<std::vector<std::uint8_t>> rows;
     std::vector<const void*> pointers;
     std::vector<float> weights;
@@ -95,13 +97,18 @@ void check_sums(const Kernels& k, check::Random& random) {
     for (std::uint32_t h = 0; h < hidden; ++h) {
       float sum = from ? load(dtype, start.data(), h) : 0.0f;
       for (std::uint32_t r = 0; r < n; ++r) {
-        const float v = load(dtype, rows[r].data(), h);
+        float v = load(dtype, rows[r].data(), h);
+        if (by_node) {
+          while ((ends >> r & 1) == 0) v = add(v, load(dtype, rows[++r].data(), h));
+          store(dtype, expected.data(), h, v);
+          v = load(dtype, expected.data(), h);
+        }
         sum = add(sum, weighted ? multiply(weights[r], v) : v);
       }
       store(dtype, expected.data(), h, sum);
     }
     // In place, as accumulate= does it.
-    k.add_rows(dtype, seen.data(), from ? seen.data() : nullptr, pointers.data(), weighted ? weights.data() : nullptr, n, hidden);
+    k.add_rows(dtype, seen.data(), from ? seen.data() : nullptr, pointers.data(), weighted ? weights.data() : nullptr, ends, n, hidden);
     for (std::uint32_t h = 0; h < hidden; ++h) {
       if (std::isnan(load(dtype, expected.data(), h))) {   // infinity less infinity
         CHECK(std::isnan(load(dtype, seen.data(), h)));

@@ -1,9 +1,11 @@
-// The plan, and the arithmetic of owners, against plain loops that share nothing with them.
+// The plan, the relays, and the arithmetic of owners, against plain loops that share nothing with them.
+#include <algorithm>
 #include <map>
 #include <set>
 #include <vector>
 
 #include "../../src/protocol/heap_layout.h"
+#include "../../src/protocol/nodes.h"
 #include "../../src/protocol/plan.h"
 #include "check.h"
 
@@ -38,8 +40,87 @@ void check_ownership(const Config& c) {
   CHECK_EQ(experts_per_rank(c), (c.num_experts + c.world - 1) / c.world);
 }
 
+// Ranks of a node follow each other, or not.
+Nodes random_nodes(const Config& c, check::Random& random) {
+  const bool in_a_row = random.chance(0.5);
+  const auto most = static_cast<std::uint32_t>(random.integer(1, c.world));
+  std::map<std::uint32_t, std::uint16_t> numbers;
+  Nodes nodes;
+  for (std::uint32_t r = 0, last = 0; r < c.world; ++r) {
+    last = in_a_row ? last + random.chance(0.4) : static_cast<std::uint32_t>(random.integer(0, most - 1));
+    nodes.push_back(numbers.emplace(last, numbers.size()).first->second);
+  }
+  CHECK(invalid_nodes(c, nodes) == nullptr);
+  return nodes;
+}
+
+std::vector<std::uint32_t> living_of(const Nodes& nodes, std::uint16_t node, const std::vector<bool>& alive) {
+  std::vector<std::uint32_t> ranks;
+  for (std::uint32_t r = 0; r < nodes.size(); ++r)
+    if (nodes[r] == node && alive[r]) ranks.push_back(r);
+  return ranks;
+}
+
+// All ranks agree on relays. A source has one on each other node. Ranks of a node serve equally many of another one's, within one.
+void check_rails(check::Random& random) {
+  Config c = random_config(random);
+  const Nodes nodes = random_nodes(c, random);
+  c.node_ranks = kMaxNodeRanks;
+  std::vector<bool> alive(c.world, true);
+  const double dies = random.chance(0.5) ? 0.0 : 0.3;
+  for (std::uint32_t r = 0; r < c.world; ++r) alive[r] = !random.chance(dies);
+  std::vector<Rails> of(c.world);
+  for (c.rank = 0; c.rank < c.world; ++c.rank)
+    if (alive[c.rank]) of[c.rank] = make_rails(c, nodes, alive);
+  for (std::uint32_t s = 0; s < c.world; ++s) {
+    if (!alive[s]) continue;
+    for (std::uint32_t d = 0, number[kMaxRanks] = {}; d < c.world; ++d) {
+      const std::uint32_t to = of[s].rep[d];
+      CHECK_EQ(of[s].number[d], number[nodes[d]]++);
+      if (!alive[d] || nodes[d] == nodes[s]) {
+        CHECK_EQ(to, d);
+        continue;
+      }
+      CHECK(alive[to] && nodes[to] == nodes[d]);
+      CHECK_EQ(of[d].holder[s], to);
+      CHECK_EQ(of[d].nth[s], of[to].nth[s]);
+      CHECK(of[to].nth[s] < of[to].sources.size() && of[to].sources[of[to].nth[s]] == s);
+    }
+    CHECK(of[s].mates == living_of(nodes, nodes[s], alive));
+    for (std::uint32_t mate : of[s].mates) CHECK_EQ(of[s].holder[mate], s);
+    for (std::size_t i = 0; i < of[s].sources.size(); ++i) {
+      CHECK_EQ(of[s].holder[of[s].sources[i]], s);
+      CHECK(i == 0 || of[s].sources[i - 1] < of[s].sources[i]);
+    }
+  }
+  for (std::uint16_t a = 0; a < count_nodes(nodes); ++a)
+    for (std::uint16_t b = 0; b < count_nodes(nodes); ++b) {
+      std::map<std::uint32_t, std::uint32_t> served;
+      for (std::uint32_t relay : living_of(nodes, b, alive)) served[relay] = 0;
+      for (std::uint32_t s : living_of(nodes, a, alive))
+        if (a != b && !served.empty()) ++served[of[s].rep[served.begin()->first]];
+      for (const auto& one : served)
+        for (const auto& other : served) CHECK(one.second <= other.second + 1);
+    }
+  // Words and blocks of an area lie apart.
+  const RelayArea area = relay_area(c, static_cast<std::uint32_t>(random.integer(1, 5)));
+  std::uint64_t word = 0, block = area.blocks;
+  for (std::uint32_t set = 0; set < c.in_flight; ++set)
+    for (std::uint32_t source = 0; source < area.sources; ++source)
+      for (std::uint32_t mate = 0; mate < c.node_ranks; ++mate, word += 8, block += area.block_bytes)
+        CHECK(area.arrival_at(set, source, mate) == word && area.block_at(set, source, mate) == block);
+  CHECK(word <= area.blocks && block == area.bytes && area.block_bytes >= combine_block(c).bytes(c.max_tokens));
+}
+
 template <typename Id>
-void check_plan(const Config& c, check::Random& random) {
+void check_plan(const Config& config, check::Random& random) {
+  Config c = config;
+  const Nodes nodes = random_nodes(c, random);
+  std::vector<std::uint32_t> in_node(c.world);
+  for (std::uint16_t node : nodes) c.node_ranks = std::max(c.node_ranks, ++in_node[node]);
+  if (!groups_sums(nodes) || c.node_ranks > kMaxNodeRanks || random.chance(0.5)) c.node_ranks = 0;
+  c.rank = static_cast<std::uint32_t>(random.integer(0, c.world - 1));
+  CHECK(invalid(c) == nullptr);
   const auto tokens = static_cast<std::uint32_t>(random.chance(0.1) ? 0 : random.integer(0, c.max_tokens));
   std::vector<Id> ids;
   const double dropped = random.chance(0.2) ? 0.9 : 0.1;
@@ -51,8 +132,15 @@ void check_plan(const Config& c, check::Random& random) {
   std::vector<bool> alive(c.world, true);
   const bool deaths = random.chance(0.3);
   if (deaths)
-    for (std::uint32_t r = 0; r < c.world; ++r) alive[r] = !random.chance(0.3);
-  const Plan plan = make_plan(c, ids.data(), tokens, deaths ? &alive : nullptr);
+    for (std::uint32_t r = 0; r < c.world; ++r) alive[r] = r == c.rank || !random.chance(0.3);
+  const std::vector<std::uint32_t> rep = make_rails(c, nodes, alive).rep;
+  const Plan plan = make_plan(c, ids.data(), tokens, deaths ? &alive : nullptr, c.node_ranks != 0 ? &rep : nullptr);
+  // A rank of another node gets its rows from its living one whose number is this rank's, modulo their count.
+  const auto receiver = [&](std::uint32_t owner) {
+    if (c.node_ranks == 0 || nodes[owner] == nodes[c.rank]) return owner;
+    const std::vector<std::uint32_t> there = living_of(nodes, nodes[owner], alive), here = living_of(nodes, nodes[c.rank], alive);
+    return there[static_cast<std::size_t>(std::find(here.begin(), here.end(), c.rank) - here.begin()) % there.size()];
+  };
 
   CHECK_EQ(plan.tokens, tokens);
   CHECK_EQ(plan.top_k, c.top_k);
@@ -73,7 +161,7 @@ void check_plan(const Config& c, check::Random& random) {
       CHECK_EQ(plan.ids[at], static_cast<std::int32_t>(id));
       CHECK_EQ(plan.index[at], seen[static_cast<std::uint32_t>(id)]);
       ++seen[static_cast<std::uint32_t>(id)];
-      wants[t].insert(owner);
+      wants[t].insert(receiver(owner));
     }
   CHECK_EQ(plan.counts.size(), std::size_t{c.num_experts});
   for (std::uint32_t e = 0; e < c.num_experts; ++e) CHECK_EQ(plan.counts[e], seen[e]);
@@ -110,10 +198,11 @@ void check_plan(const Config& c, check::Random& random) {
 
   // The blocks for remote peers fit the send area, whichever peers are remote.
   Config with = c;
-  const auto node = static_cast<std::uint32_t>(random.integer(1, c.world));
   std::vector<std::uint32_t> remote;
-  for (std::uint32_t r = node; r < c.world; ++r) remote.push_back(r);   // remote peers of rank 0
+  for (std::uint32_t r = 0; r < c.world; ++r)
+    if (nodes[r] != nodes[c.rank]) remote.push_back(r);
   with.remote_peers = static_cast<std::uint32_t>(remote.size());
+  with.combine_fp8 = c.node_ranks != 0 && random.chance(0.5);
   const Heap heap = heap_of(with);
   std::uint64_t packed = 0;
   for (std::uint32_t r : remote) {
@@ -124,7 +213,8 @@ void check_plan(const Config& c, check::Random& random) {
   packed = 0;
   for (std::uint32_t r : remote) packed += align_up(weights_block(with).bytes(plan.rows(r)), 64);
   CHECK(packed <= heap.send_bytes[2]);
-  packed = remote.size() * align_up(combine_block(with).bytes(with.max_tokens), 64);   // every row of every remote peer
+  packed = remote.size() * align_up(network_block(with, Op::Combine).bytes(with.max_tokens), 64);
+  CHECK(network_block(with, Op::Combine).bytes(with.max_tokens) <= heap.slot_bytes[1]);
   CHECK(packed <= heap.send_bytes[1]);
 }
 
@@ -247,6 +337,7 @@ int main() {
       check_plan<std::int64_t>(c, random);
   }
   for (int i = 0; i < 2000; ++i) check_replicas(random);
+  for (int i = 0; i < 1000; ++i) check_rails(random);
   for (int i = 0; i < 2000; ++i) check_made(random);
   check_largest_step();
 }

@@ -109,7 +109,8 @@ void stray_immediates() {
   const std::vector<std::uint64_t> before(w.memory.get(), w.memory.get() + w.heap.bytes / 8);
   std::vector<std::uint32_t> stray{
       w.immediate(Op::Combine, 2, 1),             // answers a dispatch that was never sent
-      w.immediate(Op::Weights, 2, 1),
+      w.immediate(Op::Weights, 2, 5),
+      w.immediate(Op::Weights, 5, 1),
       w.immediate(Op::Dispatch, 2, 0),            // before the first step
       w.immediate(Op::Dispatch, 2, 5),            // two turns ahead of its set
       w.immediate(Op::Dispatch, 2, 31),
@@ -136,6 +137,28 @@ void stray_immediates() {
     w.run();
   }
   CHECK(w.has(1, Op::Dispatch, 2));
+}
+
+// Weights follow their rank's own dispatch, whichever of them is here first, and whether or not this rank sends that one any.
+void weights_of_a_source() {
+  for (const bool first : {false, true})
+    for (const bool asked : {false, true}) {
+      World w;
+      for (std::uint32_t step = 1; step < 40; ++step) {
+        if (asked) w.mail(step, Op::Dispatch, 2, 1, 0);
+        w.run();
+        for (const Op op : {first ? Op::Weights : Op::Dispatch, first ? Op::Dispatch : Op::Weights}) {
+          CHECK(!w.has(step, op, 2));
+          for (std::uint32_t shard : {1u, 0u, 1u}) w.fabric.arrive(w.immediate(op, 2, step, shard, 2));
+          w.fabric.arrive(w.immediate(Op::Weights, 2, step - 2));   // the last ones of the set
+          w.fabric.arrive(w.immediate(Op::Weights, 2, step + 4));   // and some that come two turns too early
+          w.run();
+          CHECK(w.has(step, op, 2));
+        }
+        CHECK(!w.has(step, Op::Combine, 2));
+      }
+      CHECK(w.failures.empty());
+    }
 }
 
 // Steps follow each other, over the wrap of step numbers too; an old step's immediate is not counted.
@@ -424,6 +447,24 @@ void small_blocks_use_every_endpoint() {
   }
 }
 
+// On GPUs this rank's slots have another number at each peer, and lie where there are none for mapped peers.
+void slots_for_remote_peers() {
+  World w(1);
+  Config c = w.config;
+  c.on_gpu = true;
+  c.mapped_slots = 2;
+  c.remote_slots = 3;
+  w.slots = {0, 0, 2, 0, 1};
+  w.attach(c);
+  for (const Op op : {Op::Dispatch, Op::Combine})
+    for (std::uint32_t peer = 2; peer < 5; ++peer) {
+      w.mail(1, op, peer, 1, 0);
+      const std::vector<Write> writes = w.take_writes();
+      CHECK_EQ(writes.size(), std::size_t{1});
+      CHECK_EQ(writes[0].target_offset, static_cast<std::size_t>(w.heap.remote_slot_at(1, op, w.slots[peer])));
+    }
+}
+
 // Eight AllToAlls share one proxy.
 void many_objects() {
   World w;
@@ -466,8 +507,10 @@ int main() {
   one_write();
   shards_of_a_block();
   small_blocks_use_every_endpoint();
+  slots_for_remote_peers();
   shards_in_any_order();
   stray_immediates();
+  weights_of_a_source();
   many_steps();
   busy_peer();
   shared_doorbells();

@@ -1,6 +1,7 @@
 // The proxy alone, with blocks in parts and in pieces: what it posts of them, and what it counts.
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <utility>
 #include <vector>
 
@@ -275,6 +276,22 @@ void parts_of_a_block() {
   }
 }
 
+// Parts and pieces for one peer, each too small for shards, take the endpoints in turn, and share no doorbell then.
+void one_peer_uses_every_endpoint() {
+  for (const int endpoints : {2, 3}) {
+    PartWorld parts(endpoints);
+    parts.mail_parts(1, Op::Dispatch, 3, 4, 2, 0);
+    PieceWorld pieces(endpoints);
+    pieces.mail_pieces(1, Op::Dispatch, 3, 8, 0);
+    for (World* w : std::initializer_list<World*>{&parts, &pieces}) {
+      const std::vector<Write> writes = w->take_writes();
+      CHECK_EQ(writes.size(), std::size_t{2});
+      CHECK_EQ(writes[1].endpoint, (writes[0].endpoint + 1) % endpoints);
+      CHECK(!writes[0].more && !writes[1].more);
+    }
+  }
+}
+
 // The arrival word rises with part 0; those that stand complete from the first on are counted, in whatever order they come, and
 // repeated.
 void parts_that_arrive() {
@@ -308,6 +325,7 @@ void parts_that_arrive() {
 int main() {
   sizes_of_parts();
   parts_of_a_block();
+  one_peer_uses_every_endpoint();
   parts_that_arrive();
   pieces_of_a_block();
   pieces_that_arrive();

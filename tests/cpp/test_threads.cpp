@@ -84,11 +84,13 @@ struct Scene {
   std::uint32_t replicas = 1;
   std::uint32_t proxies = 1;   // proxies of each rank
   std::uint32_t slot_rows = 0; // 0: blocks are whole
+  bool relays = false;         // rows go once to each node
 };
 
 struct Rank {
   Config config;
   std::unique_ptr<std::uint64_t[]> heap;
+  std::vector<std::uint64_t> relay;
   std::unique_ptr<Exchange> exchange;
   struct Carrier {
     std::unique_ptr<ProxyThread> proxy;
@@ -112,7 +114,7 @@ void walk(Rank& rank, std::uint32_t steps, std::uint64_t seed) {
     for (float& v : x) v = random.real(-4, 4);
 
     Tokens in;
-    in.plan = std::make_shared<const Plan>(make_plan(c, ids.data(), tokens));
+    in.plan = std::make_shared<const Plan>(make_plan(c, ids.data(), tokens, nullptr, &e.blocks().rails().rep));
     in.x = {reinterpret_cast<const char*>(x.data()), std::uint64_t{c.hidden} * 4};
     in.weights = weights.data();
     const std::uint32_t step = e.dispatch_send(in, {});
@@ -134,14 +136,16 @@ void walk(Rank& rank, std::uint32_t steps, std::uint64_t seed) {
 
     for (std::uint32_t t = 0; t < tokens; ++t)
       for (std::uint32_t h = 0; h < c.hidden; ++h) {
-        float total = 0;
+        float total = 0, of_node = 0;
         for (std::uint32_t r = 0; r < c.world; ++r) {
           float part = 0;
+          if (r % std::max(1u, c.node_ranks) == 0) total += of_node, of_node = 0;
           for (std::uint32_t k = 0; k < c.top_k; ++k)
             if (const std::int32_t id = ids[t * c.top_k + k]; id >= 0 && rank_of_expert(c, static_cast<std::uint32_t>(id)) == r)
               part += weights[t * c.top_k + k] * x[std::size_t{t} * c.hidden + h];
-          total += part;
+          of_node += part;
         }
+        total += of_node;
         CHECK_EQ(y[std::size_t{t} * c.hidden + h], total);
       }
   }
@@ -204,6 +208,7 @@ void play(const Scene& scene, std::uint64_t seed) {
   config.dtype = Dtype::Float32;
   config.replicas = scene.replicas;
   config.max_rows = scene.ranks * config.max_tokens * config.top_k;
+  if (scene.relays) config.node_ranks = scene.node_size;
   if (scene.slot_rows > 0) {
     config.whole_tokens = scene.slot_rows;
     config.slot_bytes = least_slot_bytes(config);
@@ -221,9 +226,17 @@ void play(const Scene& scene, std::uint64_t seed) {
   for (Rank& rank : ranks) {
     Memory memory;
     memory.own = rank.memory();
-    for (std::uint32_t p = 0; p < scene.ranks; ++p)
+    for (std::uint32_t p = 0; p < scene.ranks; ++p) {
       memory.peers.push_back(rank.config.rank / scene.node_size == p / scene.node_size ? ranks[p].memory() : nullptr);
+      if (scene.relays) memory.nodes.push_back(static_cast<std::uint16_t>(p / scene.node_size));
+    }
     rank.exchange = std::make_unique<Exchange>(rank.config, memory, 2, 60.0);
+    rank.relay.resize(rank.exchange->blocks().relay_bytes(rank.config.rank) / 8);
+  }
+  for (Rank& rank : ranks) {
+    std::vector<char*> areas;
+    for (Rank& mate : ranks) areas.push_back(reinterpret_cast<char*>(mate.relay.data()));
+    rank.exchange->lay_relays(std::move(areas));
   }
   if (scene.node_size < scene.ranks) wire(scene, net, ranks);
   std::vector<std::thread> threads;
@@ -309,6 +322,7 @@ int main() {
   play({"mapped", 4, 4, 1660, "", ""}, seed);
   play({"queues", 3, 2, 500, "", ""}, seed);
   play({"queues of two proxies", 4, 1, 160, "", "", 1, 2}, seed);
+  play({"relays and queues", 5, 2, 160, "", "", 1, 1, 0, true}, seed);
   play({"in pieces", 4, 4, 330, "", "", 1, 1, 4}, seed);
   play({"queues in pieces", 3, 2, 160, "", "", 1, 1, 2}, seed);
   play({"queues of two proxies in pieces", 4, 1, 60, "", "", 1, 2, 6}, seed);
@@ -322,7 +336,8 @@ int main() {
     return 0;
   }
   play({"shm", 4, 1, 830, "shm", ""}, seed);
-  play({"mapped and shm", 4, 2, 830, "shm", ""}, seed);
+  play({"mapped and shm", 4, 2, 430, "shm", ""}, seed);
+  play({"relays and shm", 4, 2, 330, "shm", "", 1, 1, 0, true}, seed);
   play({"shm in chaos", 4, 1, 160, "shm", chaos}, seed);
   play({"shm in chaos, two proxies", 4, 1, 100, "shm", chaos, 1, 2}, seed);
   play({"shm in chaos, in pieces", 4, 1, 50, "shm", chaos, 1, 1, 4}, seed);

@@ -49,12 +49,24 @@ void check_chunks() {
       }
 }
 
-// 4 MiB of rows of 7,552 bytes, of 66 thread blocks: one row a token with two ranks, 2.7 with four, 4.6 with eight.
+// 4 MiB of rows of 7,552 bytes, of 66 thread blocks, 8 of few: one row a token with two ranks, 2.7 with four, 4.6 with eight.
 void check_tokens_on_their_way() {
   CHECK_EQ(tokens_on_their_way(66, 7552, 2, 8), 8u);
   CHECK_EQ(tokens_on_their_way(66, 7552, 4, 8), 3u);
   CHECK_EQ(tokens_on_their_way(66, 7552, 8, 8), 2u);
-  CHECK_EQ(tokens_on_their_way(24, 7552, 8, 8), 5u);
+  CHECK_EQ(tokens_on_their_way(24, 7552, 8, 8), 10u);
+}
+
+void check_sending_blocks() {
+  CHECK_EQ(sending_blocks(132, {0, 2, 4096, false}), 66u);
+  CHECK_EQ(sending_blocks(24, {0, 2, 4096, false}), 24u);
+  CHECK_EQ(sending_blocks(132, {0, 4, 4096, false}), 44u);
+  CHECK_EQ(sending_blocks(24, {0, 4, 4096, false}), 12u);
+  CHECK_EQ(sending_blocks(24, {0, 4, 767, false}), 24u);
+  CHECK_EQ(sending_blocks(8, {0, 4, 4096, false}), 8u);
+  CHECK_EQ(sending_blocks(24, {0, 4, 4096, true}), 24u);
+  CHECK_EQ(sending_blocks(132, {0, 4, 4096, true}), 66u);
+  CHECK_EQ(sending_blocks(24, {75, 4, 4096, false}), 18u);
 }
 
 }  // namespace
@@ -64,4 +76,5 @@ int main() {
   check_table();
   check_chunks();
   check_tokens_on_their_way();
+  check_sending_blocks();
 }

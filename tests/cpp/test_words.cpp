@@ -230,6 +230,7 @@ void check_block(const Config& c) {
 void check_heap(const Config& c) {
   const Heap h = heap_of(c);
   std::vector<Span> spans{{Heap::abort_at(0), Heap::kAborts * kWordBytes, "aborts"}};
+  std::vector<Span> mapped{{0, h.counts + h.counts_bytes * c.in_flight, "words"}};   // another memory on GPUs
   for (std::uint32_t set = 0; set < c.in_flight; ++set)
     for (std::uint32_t peer = 0; peer < c.world; ++peer) {
       for (std::uint32_t s = 0; s < kSignals; ++s) {
@@ -238,16 +239,23 @@ void check_heap(const Config& c) {
         spans.push_back({at, at + 8, "arrival"});
       }
       for (std::uint32_t op = 0; op < kOps; ++op) {
-        const std::uint64_t at = h.slot_at(c, set, Op(op), peer);
-        CHECK_EQ(at % (c.on_gpu ? 128 : 64), 0u);
         const std::uint32_t most = c.max_tokens / c.replicas + (c.max_tokens % c.replicas != 0);
         const BlockLayout block = block_layout(c, Op(op));
-        if (h.in_pieces && op < kPieceOps) {
-          for (std::uint32_t place = 0; place < kPlaces; ++place) {
+        const bool in_pieces = h.in_pieces && op < kPieceOps;
+        const auto add_slot = [&](std::vector<Span>& to, std::uint64_t at) {
+          CHECK_EQ(at % (c.on_gpu ? 128 : 64), 0u);
+          if (!in_pieces) to.push_back({at, at + block.bytes(most), "slot"});
+          for (std::uint32_t place = 0; in_pieces && place < kPlaces; ++place) {
             CHECK_EQ(h.piece_at(Op(op), place) % 64, 0u);
             const std::uint64_t from = at + h.piece_at(Op(op), place);
-            spans.push_back({from, from + block.bytes(h.piece_rows), "place"});
+            to.push_back({from, from + block.bytes(h.piece_rows), "place"});
           }
+        };
+        const std::uint64_t slot = h.slot_at(c, set, Op(op), peer), remote = h.remote_slot_at(set, Op(op), peer);
+        if (peer - c.mapped_first < h.mapped_slots) add_slot(c.on_gpu ? mapped : spans, slot);
+        if (c.on_gpu && peer < h.remote_slots) add_slot(spans, remote);
+        CHECK(c.on_gpu || remote == slot);
+        if (in_pieces) {
           for (std::uint64_t words : {h.pieces, h.consumed, h.left}) {
             const std::uint64_t word = h.count_at(c, words, set, Op(op), peer);
             spans.push_back({word, word + 8, "count"});
@@ -255,8 +263,6 @@ void check_heap(const Config& c) {
           const std::uint64_t credit = h.mailbox + 8 * h.credit_index(c, set, Op(op), peer);
           spans.push_back({credit, credit + 8, "credit"});
           CHECK(block.bytes(h.slot_rows) <= h.slot_bytes[op]);
-        } else {
-          spans.push_back({at, at + block.bytes(most), "slot"});
         }
         for (std::uint64_t words : {h.mailbox, h.outgoing, h.sent}) {
           const std::uint64_t word = words + 8 * h.word_index(c, set, Op(op), peer);
@@ -269,7 +275,7 @@ void check_heap(const Config& c) {
     for (std::uint32_t rank = 0; rank < c.replicas; ++rank) {
       const std::uint64_t at = h.slice_at(c, set, rank);
       CHECK_EQ(at % 64, 0u);
-      spans.push_back({at, at + combine_block(c).bytes(finished), "slice"});
+      (c.on_gpu ? mapped : spans).push_back({at, at + combine_block(c).bytes(finished), "slice"});
       CHECK_EQ(at, h.slice_at(c, set, c.world - c.replicas + rank));   // the same in every group
     }
   for (std::uint32_t set = 0; set < c.in_flight; ++set)
@@ -278,13 +284,15 @@ void check_heap(const Config& c) {
       spans.push_back({h.send_at(set, Op(op)), h.send_at(set, Op(op)) + h.send_bytes[op], "send area"});
     }
   apart(spans, h.bytes);
+  apart(mapped, h.mapped_bytes);
 
   Config other = c;
   other.remote_peers = (c.remote_peers + 1) % c.world;
   other.rank = c.world - 1;
   const Heap theirs = heap_of(other);
   for (std::uint32_t op = 0; op < kOps; ++op)
-    CHECK_EQ(h.slot_at(c, c.in_flight - 1, Op(op), 0), theirs.slot_at(other, c.in_flight - 1, Op(op), 0));
+    CHECK(h.slot_at(c, c.in_flight - 1, Op(op), 0) == theirs.slot_at(other, c.in_flight - 1, Op(op), 0) &&
+          h.remote_slot_at(c.in_flight - 1, Op(op), 0) == theirs.remote_slot_at(c.in_flight - 1, Op(op), 0));
   CHECK_EQ(h.arrival_at(c, 0, Signal::Combine, 0), theirs.arrival_at(other, 0, Signal::Combine, 0));
 }
 
@@ -450,6 +458,12 @@ int main() {
     c.dtype = static_cast<Dtype>(random.integer(0, 2));
     c.wire = static_cast<Wire>(random.integer(0, 3));
     c.remote_peers = static_cast<std::uint32_t>(random.integer(0, c.world - 1));
+    c.on_gpu = random.chance(0.5);
+    if (c.on_gpu) {
+      c.mapped_slots = static_cast<std::uint32_t>(random.integer(1, c.world));
+      c.mapped_first = static_cast<std::uint32_t>(random.integer(0, c.world - c.mapped_slots));
+      c.remote_slots = static_cast<std::uint32_t>(random.integer(0, c.world));
+    }
     CHECK(invalid(c) == nullptr);
     check_block(c);
     check_heap(c);

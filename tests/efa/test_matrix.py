@@ -39,8 +39,8 @@ def test_more_shapes(crew: Crews) -> None:
 
 
 def test_mixed_nodes(crew: Crews) -> None:
-    """Mapped memory inside a node of two, efa between."""
-    for number, transport in enumerate(MIXED if crew.world_size > 2 else ()):
+    """Mapped memory inside a node of two, efa between: rows go to each rank, or once to each node."""
+    for number, transport in enumerate((*MIXED, "relayed:efa") if crew.world_size > 2 else ()):
         crew.run("rank_cases:exchange", random_case(seed() * 100_000 + 41_000 + number, crew.world_size, (transport,)))
 
 

@@ -84,10 +84,6 @@ inline uint4 load_input(const char* from) {
   return v;
 }
 
-template <std::uint32_t kBarrier, std::uint32_t kOf>
-void barrier_sync() {
-  emulation::barrier_sync(kBarrier, kOf);
-}
 template <std::uint32_t kOf>
 void barrier_sync(std::uint32_t barrier) {
   emulation::barrier_sync(barrier, kOf);
@@ -104,19 +100,6 @@ T* known_shared(T* at) {
 template <typename T>
 T* known_global(T* at) {
   return at;
-}
-
-inline void once_init(std::uint64_t* gate) { *gate = 0; }
-inline void once_set(std::uint64_t* gate) {
-  emulation::maybe_yield();
-  *gate = 1;
-}
-inline void once_wait(std::uint64_t* gate) {
-  while (*static_cast<volatile std::uint64_t*>(gate) == 0) emulation::yield();
-}
-inline bool once_is_set(std::uint64_t* gate) {
-  emulation::maybe_yield();
-  return *static_cast<volatile std::uint64_t*>(gate) != 0;
 }
 
 inline void mbarrier_init(std::uint64_t* turns, std::uint32_t arrivals) { emulation::mbarrier_init(turns, arrivals); }
@@ -149,6 +132,7 @@ template <std::uint32_t kBut>
 void bulk_await_stored() {
   emulation::await_groups(kBut, true);
 }
+inline void fence_mbarriers() {}
 inline void fence_system() {}
 inline void fence_here() {}
 inline void fence_shared_copies() { emulation::maybe_yield(); }

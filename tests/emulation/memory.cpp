@@ -2,8 +2,7 @@
 #include <sys/mman.h>
 #include <unistd.h>
 
-#include "src/cuda/host/error.h"
-#include "src/cuda/host/memory/dmabuf.h"
+#include "src/cuda/host/runtime.h"
 #include "src/cuda/host/memory/shared_memory.h"
 
 namespace pplx::cuda {

@@ -20,7 +20,7 @@ from test_failure import left_in_shm
 pytestmark = ON_X86_64
 
 
-@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "proxy:shm", "mixed:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "proxy:shm", "mixed:tcp", "dealt:tcp"])
 def test_random_shapes(crew: Crews, transport: str) -> None:
     for number in numbers(8):
         crew.run("emulated:call", module(), "rank_cases:exchange", case_of(20_000, number, crew.world_size, transport))
@@ -60,6 +60,15 @@ def test_one_resident_thread_block_suffices(transport: str, room: int) -> None:
     with Crew(2, {"PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7", "PPLX_COMM_PART_BYTES": "1"}) as crew:
         for number in numbers(10):
             crew.run("emulated:call", module(), "rank_cases:exchange", case_of(25_000, number, 2, transport))
+
+
+@pytest.mark.parametrize("transport", ["mixed:tcp", "dealt:tcp"])
+def test_sums_by_node(transport: str) -> None:
+    """Most tokens have several rows of each node."""
+    with Crew(4) as crew:
+        for dtype in ("bfloat16", "float32"):
+            case = Case(seed(), 4, num_experts=16, top_k=8, hidden=256, max_tokens=12, dtype=dtype, transport=transport, steps=4)
+            crew.run("emulated:call", module(), "rank_cases:exchange", case)
 
 
 @pytest.mark.parametrize("transport", ["proxy:tcp", "proxy:shm", "mixed:tcp"])

@@ -246,11 +246,11 @@ def test_no_large_steps_where_others_are_apart(transport: str) -> None:
         assert crew.run("emulated:none_by_large", module(), case, [(0, 2)]) == [[2], [], [0]]
 
 
-@pytest.mark.parametrize("transport", ["nvshmem", "nvshmem-mixed"])
-def test_large_steps_where_nvshmem_puts_to_no_rank(transport: str) -> None:
-    """All are near, or of one node."""
-    with Crew(2, {**LARGE, "PPLX_EMULATION_NEAR": "all"}) as crew:
-        case = Case(seed(), 2, num_experts=8, top_k=3, hidden=64, max_tokens=20, steps=4, transport=transport)
+@pytest.mark.parametrize(("world", "transport"), [(2, "nvshmem"), (2, "nvshmem-mixed"), (4, "nvshmem-mixed")])
+def test_large_steps_where_nvshmem_puts_to_no_rank(world: int, transport: str) -> None:
+    """All are near, or of one node. Four are of two nodes, by which their rows are added."""
+    with Crew(world, {**LARGE, "PPLX_EMULATION_NEAR": "all"}) as crew:
+        case = Case(seed(), world, num_experts=8, top_k=8, hidden=64, max_tokens=20, steps=4, transport=transport)
         counts = crew.run("emulated:by_large", module(), case)
     assert all(sum(rank[i] for rank in counts) > 0 for i in (0, 1)), counts
 

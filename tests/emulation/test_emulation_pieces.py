@@ -26,7 +26,9 @@ def test_pieces(world: int) -> None:
             crew.run("emulated:in_pieces", module(), 4, "rank_cases:exchange", piece_case(number, world), timeout=120)
 
 
-@pytest.mark.parametrize(("world", "transport"), [(2, "proxy:tcp"), (3, "proxy:tcp"), (4, "mixed:tcp"), (2, "proxy:shm")])
+@pytest.mark.parametrize(
+    ("world", "transport"), [(2, "proxy:tcp"), (3, "proxy:tcp"), (4, "mixed:tcp"), (4, "dealt:tcp"), (2, "proxy:shm")]
+)
 def test_pieces_between_nodes(world: int, transport: str) -> None:
     """Nodes of one rank, and of two: rounds of mapped and of remote peers pass each other."""
     with Crew(world) as crew:
@@ -158,11 +160,33 @@ def test_pieces_and_whole_steps_in_turn(layout: str, transport: str) -> None:
         )
 
 
+@pytest.mark.parametrize("room", [7, 1])
+@pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
+def test_pieces_of_few_beside_many(layout: str, room: int) -> None:
+    """Each rank has few tokens in one step and many in the next, beside ranks that have many and few. Tails in every other step."""
+    env = {"PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}
+    with Crew(3, env) as crew:
+        case = Case(seed(), 3, num_experts=7, top_k=3, hidden=144, max_tokens=80, wire="fp8", layout=layout, align=4)
+        tokens_of = [80, 3, 0, 41, 16, 3, 17, *[40, 5] * 3]
+        crew.run(
+            "emulated:in_pieces",
+            module(),
+            16,
+            "gpu_cases:both_devices",
+            case,
+            len(tokens_of),
+            tokens_of=tokens_of,
+            ahead=1,
+            timeout=120,
+        )
+
+
+@pytest.mark.parametrize("crowd", ["full", "uneven"])
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
-def test_pieces_among_replays(transport: str) -> None:
-    """With one step open: those draw their order for each of several."""
+def test_pieces_among_replays(transport: str, crowd: str) -> None:
+    """With one step open: those draw their order for each of several. uneven: graphs of few tokens on every other rank."""
     with Crew(2) as crew:
-        case = replace(small_case(seed(), 2, 1), max_tokens=20, transport=transport)
+        case = replace(small_case(seed(), 2, 1), max_tokens=20, transport=transport, crowd=crowd)
         crew.run("emulated:in_pieces", module(), 4, "open_step_cases:interleaved", case, list(range(3)), 8, timeout=120)
 
 

@@ -232,11 +232,12 @@ open_on_cpu = rank_cases.open_all_to_all
 
 
 def both_devices(
-    me: Any, case: Case, steps: int, odd: bool = False, tokens_of: Sequence[int] = (), num_sms: int | None = None
+    me: Any, case: Case, steps: int, odd: bool = False, tokens_of: Sequence[int] = (), num_sms: int | None = None, ahead: int = 0
 ) -> None:
     """The same steps on the CPU device and on the GPU: the same bits, at shapes that the reference is too slow for.
 
-    tokens_of: how many tokens each step has; else max_tokens first, and then any number.
+    tokens_of: how many tokens each step has; else max_tokens first, and then any number. ahead: steps by which each rank has the
+    numbers of `tokens_of` before the rank below it.
     """
     device = gpu_of(me)
     # The CPU device has no carrier that kernels drive.
@@ -250,7 +251,7 @@ def both_devices(
     ):
         for step in range(steps):
             tokens = int(torch.randint(0, case.max_tokens + 1, (), generator=g)) if step else case.max_tokens
-            tokens = tokens_of[step] if tokens_of else tokens
+            tokens = tokens_of[(step + ahead * me.rank) % len(tokens_of)] if tokens_of else tokens
             x = torch.randn(tokens, case.hidden, generator=g).to(dtype)
             x = odd_values(x, g) if odd else x
             ids = torch.rand(tokens, case.num_experts, generator=g).topk(case.top_k).indices

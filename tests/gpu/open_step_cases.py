@@ -86,11 +86,18 @@ class Inputs:
     tokens: list[Tokens]
 
 
-def draw_inputs(case: Case, r: random.Random) -> Inputs:
+def tokens_of_graph(case: Case, rank: int) -> int:
+    return case.max_tokens if case.crowd == "full" or rank % 2 == 0 else 3
+
+
+def draw_inputs(case: Case, r: random.Random, eager: bool = False) -> Inputs:
+    """Eager steps have any number of tokens, unless all ranks have max_tokens."""
     g = torch.Generator().manual_seed(r.randrange(2**40))
-    n, shape = case.max_tokens, (case.max_tokens, case.top_k)
-    ids = [torch.randint(-1, case.num_experts, shape, generator=g) for _ in range(case.world_size)]
-    tokens = [Tokens(torch.randint(1, 2**16, (n, case.hidden), generator=g).float(), i, None) for i in ids]
+    each = [tokens_of_graph(case, rank) for rank in range(case.world_size)]
+    if eager and case.crowd != "full":
+        each = [r.choice([0, 3, case.max_tokens]) for _ in each]
+    ids = [torch.randint(-1, case.num_experts, (n, case.top_k), generator=g) for n in each]
+    tokens = [Tokens(torch.randint(1, 2**16, (len(i), case.hidden), generator=g).float(), i, None) for i in ids]
     return Inputs([tokens[rank - rank % case.replicas] for rank in range(case.world_size)])
 
 
@@ -151,8 +158,8 @@ class World:
         self.kept.append(there)
         return there
 
-    def poison(self) -> torch.Tensor:
-        return self.on_device(torch.full((self.case.max_tokens, self.case.hidden), float("nan")))
+    def poison(self, tokens: int) -> torch.Tensor:
+        return self.on_device(torch.full((tokens, self.case.hidden), float("nan")))
 
     def settle(self) -> None:
         """All that was launched has ended, and is right."""
@@ -168,7 +175,7 @@ class World:
     def open(self, inputs: Inputs, number: int, stream: Any, whole: bool) -> Eager:
         mine = inputs.tokens[self.me.rank]
         x, ids = self.on_device(mine.x), self.on_device(mine.ids)
-        y = self.poison()
+        y = self.poison(len(mine.x))
         streams.after_copies(stream)
         with streams.on(stream):
             d = (self.a2a.dispatch if whole else self.a2a.dispatch_send)(x, ids)
@@ -212,10 +219,11 @@ class World:
     def capture(self, order: tuple[int, ...], lanes: int) -> Captured:
         """`order`: n dispatches, ~n combines. lanes=2: two batches overlap, each on a stream of its own, their halves apart."""
         a2a, case, steps = self.a2a, self.case, [n for n in order if n >= 0]
+        tokens = tokens_of_graph(case, self.me.rank)
         inputs = [
             (
-                torch.zeros(case.max_tokens, case.hidden, device=a2a.device),
-                torch.zeros(case.max_tokens, case.top_k, dtype=torch.int64, device=a2a.device),
+                torch.zeros(tokens, case.hidden, device=a2a.device),
+                torch.zeros(tokens, case.top_k, dtype=torch.int64, device=a2a.device),
             )
             for _ in steps
         ]
@@ -252,7 +260,7 @@ class World:
         rank, case = self.me.rank, self.case
         mine = [(self.on_device(i.tokens[rank].x), self.on_device(i.tokens[rank].ids)) for i in inputs]
         found = [tuple(self.on_device(torch.zeros_like(t)) for t in outputs) for outputs in captured.outputs]
-        poison = self.poison()
+        poison = self.poison(tokens_of_graph(case, rank))
         self.kept.append(captured)
         streams.after_copies(stream)
         for other in self.streams if after is None else after:
@@ -339,7 +347,7 @@ def interleaved(me: Any, case: Case, seeds: list[int], operations: int) -> None:
                 if kind == "open" and len(opened) + len(unfinished) < case.in_flight and sets.allows((0,)):
                     whole, number = r.random() < 0.5, sets.next
                     sets.take()
-                    opened.append(world.open(draw_inputs(case, r), number, stream, whole))
+                    opened.append(world.open(draw_inputs(case, r, eager=True), number, stream, whole))
                 elif kind == "receive" and opened:
                     step = r.choice(opened)
                     if not step.received:

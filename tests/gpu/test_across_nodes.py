@@ -18,7 +18,7 @@ from test_failure import CLOSED, NOTICED, left_in_shm
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU"), pytest.mark.timeout(300)]
 
 RANKS = 4 if AT_ONCE >= 4 else 2
-CARRIERS = ["proxy:shm", "proxy:tcp", *(["mixed:tcp"] if RANKS == 4 else [])]
+CARRIERS = ["proxy:shm", "proxy:tcp", *(["mixed:tcp", "dealt:tcp"] if RANKS == 4 else [])]
 CHAOS = {
     "PPLX_COMM_CHAOS": f"seed={seed()},delay=0.3,delay_us=400,shuffle=0.7,split=0.5,duplicate=0.3,replay=0.2,again=0.3",
     "PPLX_COMM_ENDPOINTS": "2",

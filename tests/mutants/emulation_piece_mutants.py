@@ -10,6 +10,7 @@ PIECES = "test_pieces_by_kernels"
 MAPPED = "test_pieces and not between and not kernels and not resident and not leave and not reset and not proxy and not nvshmem and not mixed"
 RESET_PIECES = "test_pieces_after_a_reset and nvshmem"
 LATE_PIECE, WRONG_PIECE = "a_piece_that_lands_after_its_generation", "a_piece_that_is_not_the_next"
+FEW = "test_pieces_of_few_beside_many and 7"
 HOOKS = "test_hooks_of_pieces and mapped and not resident and not graph"
 
 MUTANTS = [
@@ -196,6 +197,42 @@ MUTANTS = [
         "_cuda",
     ),
     Mutant(
+        "pieces: rows that have been read leave no blank for few tokens",
+        "src/cuda/large/receive.cuh",
+        "const bool blank = kRounds && slot_row < k_.showing_rows;",
+        "const bool blank = false;",
+        "a later step of few tokens takes them for its own",
+        FEW,
+        "_cuda",
+    ),
+    Mutant(
+        "pieces: sums that have been read leave no blank for few tokens",
+        "src/cuda/large/receive_sums.cuh",
+        "(rows == nullptr && number < k_.word_rows ? kMakeBlank",
+        "(rows == nullptr && number < k_.word_rows && !in_rounds() ? kMakeBlank",
+        "the same",
+        FEW,
+        "_cuda",
+    ),
+    Mutant(
+        "pieces: counts of rounds stay after a step of few tokens",
+        "src/cuda/remote/combine_extras.cuh",
+        "    if (blockIdx.x == 0 && warp == 0) forget_rounds(k, p, step, Op::Dispatch);\n",
+        "",
+        "no warp receives what the set's next step has",
+        FEW,
+        "_cuda",
+    ),
+    Mutant(
+        "pieces: a rank of few tokens sends no later rounds",
+        "src/cuda/remote/combine_extras.cuh",
+        "    bool good = rounds.open(p.begin, p.end, s.many);\n",
+        "    bool good = rounds.open(p.begin, min(p.end, kPlaces), s.many);\n",
+        "peers of many tokens wait for their rows",
+        FEW,
+        "_cuda",
+    ),
+    Mutant(
         "pieces: a send half plans what it sends",
         "src/cuda/large/dispatch_kernel.cuh",
         "all = given ? end : a.chunks;",
@@ -225,8 +262,8 @@ MUTANTS = [
     Mutant(
         "hooks: padding between experts is not counted in rounds",
         "src/cuda/large/receive.cuh",
-        "      zero_padding<kHooks>(a_, e_, expert, ",
-        "      zero_padding<false>(a_, e_, expert, ",
+        "      zero_padding<kHooks>(a, e, unit - rows, ",
+        "      zero_padding<false>(a, e, unit - rows, ",
         "a block with padding is never raised",
         HOOKS,
         "_cuda",

@@ -33,6 +33,7 @@ def pairs(provider: str, contacts: int, *faults: str) -> Catcher:
 
 CATCHERS = {
     "sim": Catcher("pplx_sim", ("--seeds", "400", "--limit", "5")),
+    "test_plan": Catcher("test_plan"),
     "test_proxy": Catcher("test_proxy"),
     "test_proxy_pieces": Catcher("test_proxy_pieces"),
     "test_headers": Catcher("test_headers"),
@@ -74,9 +75,12 @@ FAILURES = "src/cpu/failures.cpp"
 PEER_ORDER = "src/host/peer_order.h"
 DISPATCH_SEND = "src/cpu/dispatch_send.cpp"
 DISPATCH_RECV = "src/cpu/dispatch_recv.cpp"
+NODES = "src/protocol/nodes.h"
+VECTOR = "src/cpu/vector/kernels.cpp"
 COMBINE_SEND = "src/cpu/combine_send.cpp"
 COMBINE_RECV = "src/cpu/combine_recv.cpp"
 PIECE_SENDING = "src/cpu/piece_sending.cpp"
+RELAY_SUMS = "src/cpu/relay_sums.cpp"
 
 MUTANTS = [
     # ---- shards and their completion
@@ -113,15 +117,15 @@ MUTANTS = [
     Mutant(
         "the step is not looked at",
         PROXY,
-        "const bool open = (i.op == Op::Dispatch || asked.begun) && same_step(step, i);",
-        "const bool open = i.op == Op::Dispatch || asked.begun;",
+        "const bool open = !late && (i.op != Op::Combine || asked.begun) && same_step(step, i);",
+        "const bool open = !late && (i.op != Op::Combine || asked.begun);",
         "an immediate of another step that uses the same set raises this one's word",
     ),
     Mutant(
         "replays are taken",
         PROXY,
-        "const bool open = (i.op == Op::Dispatch || asked.begun) && same_step(step, i);",
-        "const bool open = (i.op == Op::Dispatch || asked.begun) && ((step - i.step) & 0x1fu) < 16;",
+        "const bool open = !late && (i.op != Op::Combine || asked.begun) && same_step(step, i);",
+        "const bool open = !late && (i.op != Op::Combine || asked.begun) && ((step - i.step) & 0x1fu) < 16;",
         "an immediate of an earlier step, come late, opens this one",
     ),
     Mutant(
@@ -149,8 +153,8 @@ MUTANTS = [
     Mutant(
         "the set is swapped",
         PROXY,
-        "object.heap.slot_at(c, set_of(c, out.step), job.op, c.rank) + cut.at;",
-        "object.heap.slot_at(c, set_of(c, out.step + 1), job.op, c.rank) + cut.at;",
+        "object.target_at(out.step, job.op, job.peer) + cut.at;",
+        "object.target_at(out.step + 1, job.op, job.peer) + cut.at;",
         "with several steps in flight a block lands in another step's slot",
     ),
     Mutant(
@@ -160,6 +164,22 @@ MUTANTS = [
         "out.shard_bytes = out.bytes / out.shards;",
         "the last bytes of a block that its shards do not divide never leave",
         catch="test_proxy",
+    ),
+    Mutant(
+        "a block goes to the slot of the rank's own number",
+        "proxy/proxy.h",
+        "o.slots.empty() ? o.config.rank : o.slots[peer]",
+        "o.config.rank",
+        "a GPU has slots for its remote peers alone: the block lands in another rank's, or behind them all",
+        catch="test_proxy",
+    ),
+    Mutant(
+        "one peer, one NIC",
+        "proxy/proxy.h",
+        "job.peer + out.piece + out.posted",
+        "job.peer + out.posted",
+        "a rank with one network peer has half of its bandwidth",
+        catch="test_proxy_pieces",
     ),
     Mutant(
         "the generation of arrivals is forgotten",
@@ -247,8 +267,8 @@ MUTANTS = [
     Mutant(
         "timeouts are ignored",
         FAILURES,
-        "  const bool late = waited >= patience;\n",
-        "  const bool late = false;\n",
+        "  if (!still && waited < patience + w.longer) return;\n",
+        "  if (!still || waited >= 0) return;\n",
         "a rank that stands still stops all others for ever",
     ),
     Mutant(
@@ -292,8 +312,8 @@ MUTANTS = [
     Mutant(
         "counts of another rank's experts",
         DISPATCH_SEND,
-        "plan_.counts.data() + first_expert(c_, peer), 4ull * local_experts(c_, peer));",
-        "plan_.counts.data() + first_expert(c_, c_.rank), 4ull * local_experts(c_, peer));",
+        "plan_.counts.data() + first_expert(c_, rank),\n",
+        "plan_.counts.data() + first_expert(c_, c_.rank),\n",
         "the header's counts lead every row to a wrong place",
     ),
     Mutant(
@@ -321,16 +341,16 @@ MUTANTS = [
     Mutant(
         "a weights block too many rows long",
         COMBINE_SEND,
-        "    if (header.rows != rows(peer))\n",
-        "    if (header.rows > c_.max_tokens)\n",
+        "    if (header.rows != expected)\n",
+        "    if (header.rows < expected)\n",
         "weights of another plan are applied to these rows",
         catch="test_headers",
     ),
     Mutant(
         "combine does not wait",
         COMBINE_RECV,
-        "      case kBlocks: return b_.has_arrived(step_, Signal::Combine, b_.peers()[group]);\n",
-        "      case kBlocks: return group > 0 || b_.has_arrived(step_, Signal::Combine, b_.peers()[group]);\n",
+        "      case kBlocks: return b_.has_arrived(step_, Signal::Combine, b_.targets()[group]);\n",
+        "      case kBlocks: return group > 0 || b_.has_arrived(step_, Signal::Combine, b_.targets()[group]);\n",
         "rows of an earlier step are added to the output",
     ),
     Mutant(
@@ -340,6 +360,177 @@ MUTANTS = [
         "    if (header.rows > c_.max_tokens)\n",
         "a peer that lost rows gives sums that lack them",
         catch="test_headers",
+    ),
+    # ---- sums by node
+    Mutant(
+        "a node's sum is not rounded",
+        VECTOR,
+        "        sum = sum + load_one<T>(store_one<T>(of_node));\n",
+        "        sum = sum + of_node;\n",
+        "the bits are others where a relay adds the rows up",
+    ),
+    Mutant(
+        "a node's sum counts for the next one, too",
+        VECTOR,
+        "          of_node[i] = -Floats{};\n",
+        "",
+        "rows are added twice",
+    ),
+    Mutant(
+        "rows of nodes in the order of ranks",
+        COMBINE_RECV,
+        "return std::pair(node_of(a), a) < std::pair(node_of(b), b);",
+        "return a < b;",
+        "a node whose ranks do not follow each other has several sums",
+    ),
+    Mutant(
+        "two nodes count as one",
+        BLOCKS,
+        "  if (!groups_sums(memory_.nodes)) memory_.nodes.clear();\n",
+        "  if (count_nodes(memory_.nodes) < 3 && config.node_ranks == 0) memory_.nodes.clear();\n",
+        "the bits depend on what a rank takes for a node",
+    ),
+    # ---- relays
+    Mutant(
+        "the wrong mate's rows",
+        RELAY_SUMS,
+        "returned.push_back({bit, b_.relay_slot(set_, sources_[nth], mate) +",
+        "returned.push_back({bit, b_.relay_slot(set_, sources_[nth], mates_[mates_.size() - 1 - returned.size()]) +",
+        "a token gets the sums of another one",
+    ),
+    Mutant(
+        "a relay adds in another order",
+        RELAY_SUMS,
+        "    for (std::uint32_t i = 0; i < mates_.size(); ++i) {\n",
+        "    for (std::uint32_t i = static_cast<std::uint32_t>(mates_.size()); i-- > 0;) {\n",
+        "the bits depend on which rank is the relay, or on which mate came first",
+    ),
+    Mutant(
+        "a relay adds its own rows twice",
+        RELAY_SUMS,
+        "      returned[i].row += block_.row_bytes;\n",
+        "      if (mates_[i] == c_.rank && n < kMaxNodeRanks) rows[n++] = returned[i].row;\n      returned[i].row += block_.row_bytes;\n",
+        "what the relay's own experts made counts twice",
+    ),
+    Mutant(
+        "a source without rows gets no answer",
+        RELAY_SUMS,
+        "    b_.publish(step_, Op::Combine, sources_[nth], rows(nth), answers_[nth]);\n",
+        "    if (rows(nth) > 0) b_.publish(step_, Op::Combine, sources_[nth], rows(nth), answers_[nth]);\n",
+        "a source that sends a node nothing waits for ever",
+    ),
+    Mutant(
+        "a relay without tokens does not answer",
+        COMBINE_RECV,
+        "  if (config().node_ranks != 0) return std::make_unique<CombineRecvWithRelays>",
+        "  if (config().node_ranks != 0 && open.input.plan->tokens > 0) return std::make_unique<CombineRecvWithRelays>",
+        "other nodes' ranks wait for ever for one that has nothing to send",
+    ),
+    Mutant(
+        "a relay closes its step before it has answered",
+        COMBINE_RECV,
+        "    return own_.poll() && answered;\n",
+        "    return own_.poll() || answered;\n",
+        "no call of the relay comes to send the answer, and its memory is written again",
+    ),
+    Mutant(
+        "a relay answers when one mate has returned",
+        RELAY_SUMS,
+        "      if (!b_.has_returned(step_, sources_[nth], mate)) return false;\n    return true;\n",
+        "      if (b_.has_returned(step_, sources_[nth], mate)) return true;\n    return false;\n",
+        "rows of an earlier step are added",
+    ),
+    Mutant(
+        "masks are read again to add up",
+        RELAY_SUMS,
+        "{ return received_->masks[nth][row]; }",
+        "{\n    std::uint32_t now;\n    std::memcpy(&now, b_.own_slot(set_, Op::Dispatch, sources_[nth]) + masks_at(c_) + 4ull * row, 4);\n    return now;\n  }",
+        "a source that writes its block again leads the relay outside of its memory",
+        catch="test_headers",
+    ),
+    Mutant(
+        "any mask is taken",
+        DISPATCH_RECV,
+        "      if (masks[row] == 0 || (masks[row] & ~living) != 0)\n",
+        "      if (masks[row] == 0)\n",
+        "a row for a rank that there is none of: no rank returns it",
+        catch="test_headers",
+    ),
+    Mutant(
+        "a row without a choice of this rank is taken",
+        DISPATCH_RECV,
+        "if (b_.relayed(peer) && (n = keep_own(peer, &head, entries)) == 0)\n",
+        "if (b_.relayed(peer) && (n = keep_own(peer, &head, entries)) == 0 && head.token == ~0u)\n",
+        "a damaged mask is not noticed, and the row's sum is none",
+        catch="test_headers",
+    ),
+    Mutant(
+        "a mate returns any number of rows",
+        RELAY_SUMS,
+        "    if (header.rows != expected)\n",
+        "    if (header.rows < expected)\n",
+        "rows of another plan are added to these",
+        catch="test_headers",
+    ),
+    Mutant(
+        "the tail of the wrong mate",
+        RELAY_SUMS,
+        "route_expert(entries[i++].place) / experts_per_rank(c_);",
+        "route_expert(entries[0 * i++].place) / experts_per_rank(c_);",
+        "the gradients of the router's weights are those of another choice",
+    ),
+    Mutant(
+        "weights at the wrong position",
+        COMBINE_SEND,
+        "std::memcpy(sent + i++, of_row + k * sizeof(float), sizeof(float));",
+        "std::memcpy(sent + i, of_row + i * sizeof(float), sizeof(float)), ++i;",
+        "a choice on one rank of the node gets the weight of one on another",
+    ),
+    Mutant(
+        "a relay's overflow bits are lost",
+        RELAY_SUMS,
+        "    header.overflowed = overflowed_[nth];\n",
+        "",
+        "a rank never hears that another one's buffer had no room for its rows",
+    ),
+    Mutant(
+        "sources of a relay share a place",
+        NODES,
+        "    rails.nth[rank] = count[holder]++;\n",
+        "    rails.nth[rank] = rails.number[rank];\n",
+        "the rows for one source are overwritten by those for another, of the same number on its node",
+        catch="test_plan",
+    ),
+    Mutant(
+        "a row's number is that in the node's block",
+        DISPATCH_RECV,
+        "received_->row_of_node[received_->rows_begin[peer] + row] : row - begin;",
+        "row : row - begin;",
+        "rows that other ranks of the node want are taken for this rank's",
+    ),
+    Mutant(
+        "the dead count in the choice of a relay",
+        NODES,
+        "    before[rank] = static_cast<std::uint32_t>(living[nodes[rank]].size());\n",
+        "    before[rank] = rails.number[rank];\n",
+        "after a reset one rank of a node serves several sources, and another one none",
+        catch="test_plan",
+    ),
+    Mutant(
+        "weights answer a dispatch",
+        PROXY,
+        "const std::uint32_t step = i.op == Op::Combine ? asked.step : current",
+        "const std::uint32_t step = i.op != Op::Dispatch ? asked.step : current",
+        "weights of a source that this rank sends nothing are dropped",
+        catch="test_proxy",
+    ),
+    Mutant(
+        "late weights are taken",
+        PROXY,
+        "const bool late = in.begun && step_difference(step, in.step) < 0;",
+        "const bool late = false;",
+        "what comes again takes back the weights of the step after it",
+        catch="test_proxy",
     ),
     # ---- replicas
     Mutant(

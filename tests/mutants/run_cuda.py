@@ -32,7 +32,7 @@ DEVICE = "src/cuda/common/ptx.cuh"
 WORDS = "src/cuda/common/wait.cuh"
 DISPATCH_RECV = "src/cuda/decode/dispatch_recv.cuh"
 RECEIVED_COUNTS = "src/cuda/plan/counts.cuh"
-REPLICAS_AGREE = "src/cuda/extras/replicas_agree.cuh"
+REPLICAS_AGREE = "src/cuda/remote/dispatch_extras.cuh"
 ARRIVALS = "src/cuda/common/arrival.cuh"
 CLAIMS = "src/cuda/common/step.cuh"
 DISPATCH_SEND = "src/cuda/decode/dispatch_send.cuh"
@@ -168,15 +168,13 @@ MUTANTS = [
     Mutant(
         "what has come is read again",
         COMBINE_RECV,
-        "      if (strips.row[i] != nullptr) sums.add_row(strips.v[i], 1.0f);\n",
-        """      if (strips.row[i] != nullptr) {
-        for (int j = 0; j < kReceivedVectors; ++j)
-          if (strips.has(j)) {
-            make_blank(strips.row[i] + begin + j * 512);
-            strips.v[i][j] = load_vec16(strips.row[i] + begin + j * 512);
-          }
-        sums.add_row(strips.v[i], 1.0f);
-      }
+        "      if (strips.row[i] == nullptr) continue;\n",
+        """      if (strips.row[i] == nullptr) continue;
+      for (int j = 0; j < kReceivedVectors; ++j)
+        if (strips.has(j)) {
+          make_blank(strips.row[i] + begin + j * 512);
+          strips.v[i][j] = load_vec16(strips.row[i] + begin + j * 512);
+        }
 """,
         "a place that is blank already gives NaNs",
     ),
@@ -197,8 +195,8 @@ MUTANTS = [
     Mutant(
         "large rows leave no blanks",
         DEALT_SUMS,
-        "(blank ? kMakeBlank : 0)",
-        "(blank ? 0 : 0)",
+        "(rows == nullptr && number < k_.word_rows ? kMakeBlank : 0)",
+        "0u",
         "a later step of few tokens takes them for its own",
     ),
     Mutant(
@@ -211,7 +209,7 @@ MUTANTS = [
     Mutant(
         "a place of a replica's row is not made blank again",
         SLICES,
-        "    make_blank(from + begin + j * 512);\n",
+        "  arriving.make_places_blank();\n",
         "",
         "the finished row of an earlier step is taken for this one's",
     ),
@@ -232,8 +230,8 @@ MUTANTS = [
     Mutant(
         "the closed word is not obeyed",
         CLOSED,
-        "return !words.failed && may_take(k.c, words.by_set[set_of(k.c, step)], step);",
-        "return true;",
+        "at_once = !words.failed && may_take(k.c, words.by_set[set_of(k.c, step)], step);",
+        "at_once = true;",
         "a step is written over one that is still open",
     ),
     Mutant(

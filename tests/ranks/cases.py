@@ -14,7 +14,7 @@ import pplx_comm as pc
 from pplx_comm.wiring.config import make_config
 
 DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16, "float32": torch.float32}
-TRANSPORTS = ("mapped", "proxy:shm", "proxy:tcp", "mixed:shm", "mixed:tcp")
+TRANSPORTS = ("mapped", "proxy:shm", "proxy:tcp", "mixed:shm", "mixed:tcp", "dealt:tcp", "relayed:tcp", "relayed-dealt:shm")
 WIRES = ("native", "fp8", "fp8_ue8m0", "mxfp8")
 ROUTINGS = ("uniform", "zipf", "to_one", "repeats", "sparse", "local")
 CROWDS = ("full", "uneven", "one_has_none", "nobody", "one_has_all")
@@ -49,6 +49,27 @@ class Case:
     proxy_threads: int = 1
     slot_bytes: int | None = None
     lent_outputs: int = 0
+    combine_wire: str = "native"
+
+    @property
+    def node_size(self) -> int | None:
+        return {
+            "nvshmem": self.replicas,
+            "nvshmem-mixed": min(max(2, self.replicas), self.world_size),
+            "mixed": min(max(2, self.replicas), self.world_size),
+            "relayed": min(max(2, self.replicas), self.world_size),
+        }.get(self.transport.partition(":")[0])
+
+    @property
+    def nodes(self) -> tuple[int, ...]:
+        """The node of each rank. "dealt": two nodes, to which ranks are dealt in turn, groups of replicas together."""
+        if "dealt" in self.transport:
+            return tuple(rank // self.replicas % 2 for rank in range(self.world_size))
+        return tuple(rank // (self.node_size or self.world_size) for rank in range(self.world_size))
+
+    @property
+    def relayed(self) -> bool:
+        return self.transport.startswith("relayed")
 
     @property
     def shape(self) -> Shape:
@@ -59,7 +80,8 @@ class Case:
             bound = -(-bound // self.align) * self.align
         return Shape(
             self.world_size, self.num_experts, self.top_k, self.hidden, self.max_tokens, DTYPES[self.dtype],
-            self.wire, self.layout, self.align if self.layout == "ragged" else 1, bound, self.replicas, self.dead,
+            self.wire, self.layout, self.align if self.layout == "ragged" else 1, bound, self.replicas, self.dead, self.nodes,
+            self.combine_wire == "fp8" and len(set(self.nodes)) < self.world_size,
         )  # fmt: skip
 
     @property

@@ -11,11 +11,13 @@ import time
 import traceback
 from collections.abc import Callable
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import reference
 import torch
 from cases import DTYPES, Case, Step, make_steps
+from harness import until
 from outcomes import Failed, Starved, mistake, must, raised
 from rank_cases import Good, attach_tails, check_dispatched, end_of, open_all_to_all, run_experts
 from reference import Tokens, same_bits
@@ -26,6 +28,8 @@ PLACES = (
     "before_dispatch", "after_dispatch_send", "in_dispatch_recv", "after_dispatch", "in_weights", "after_combine_send", "in_combine_recv",
     "after_combine",
 )  # fmt: skip
+LATE = ((2, "before_rows_come"), (3, "combine_send"), (2, "combine_recv"), (0, "dispatch_send"))
+"""Ranks, and where they come late; rank 2 is then the relay of rank 0, and rank 3 the other rank of its node."""
 AMID = ("amid_dispatch_recv", "amid_combine_recv")
 """Where blocks go in pieces: the first ones of all ranks have come, and one rank does not read them."""
 
@@ -64,6 +68,14 @@ def _when_inside(function: str, then: Any) -> None:
         then()
 
     threading.Thread(target=watch, daemon=True).start()
+
+
+def process_state(pid: int) -> str:
+    """T: it stands still. Nothing: it is gone."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+    except OSError:
+        return ""
 
 
 def until_failure(me: Any, timeout: float = 20.0) -> None:
@@ -218,6 +230,46 @@ def slow_rank(me: Any, case: Case, slow: int, timeout: float, phase: str, steps:
         _latched(me, a2a, result, good)
     result["closing"] = end_of(me, a2a, True)
     return result
+
+
+def late_behind_relays(me: Any, case: Case) -> list[dict[str, Any]]:
+    """Returns what each rank saw, by incident: rank 2 stops before rank 0's rows come; others are awake, and late."""
+    pids = [there["pid"] for there in me.comm.control.all_gather({"pid": os.getpid()}, "pids")]
+    told: list[dict[str, Any]] = []
+    with open_all_to_all(me, case, timeout=2.0) as a2a:
+        for number, (culprit, place) in enumerate(LATE):
+            good = Good(me, replace(case, seed=case.seed + number), a2a)
+            good.step()
+            runner, n = good.runner, good.n
+            runner.steps[n].late_weights, runner.steps[n].how = None, ["halves"] * me.world_size
+
+            def late(here: str, culprit: int = culprit, place: str = place) -> None:
+                if me.rank == culprit and place == here:
+                    until_failure(me)
+
+            def step(runner: Any = runner, n: int = n, place: str = place, late: Any = late) -> None:
+                me.comm.barrier()
+                if place == "before_rows_come" and me.rank == 0:
+                    until("rank 2 stands still", lambda: process_state(pids[2]) == "T")
+                late("dispatch_send")
+                sent = runner.dispatch_send(n)
+                if place == "before_rows_come" and me.rank == 2:
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                d = runner.dispatch_recv(n, sent)
+                late("combine_send")
+                c = runner.combine_send(n, d)
+                assert c is not None
+                late("combine_recv")
+                runner.combine_recv(n, c)
+                runner.dispatch(n + 1)
+
+            told.append(raised(step))
+            if me.rank == 0:
+                os.kill(pids[2], signal.SIGCONT)
+            must(a2a.reset() == list(range(me.world_size)), "the survivors")
+        Good(me, case, a2a).step()
+        me.comm.barrier()
+    return told
 
 
 def leaves(me: Any, case: Case, who: int, what: str) -> dict[str, Any]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import networks
 from cases import Case
-from failure_cases import Survivor
+from failure_cases import Survivor, process_state
 from outcomes import Starved, raised
 from rank_cases import Good, open_all_to_all
 
@@ -86,7 +86,7 @@ def fall(me: Any, case: Case, victim: int, pid: int, phase: str, how: str, delay
 
     def held_back(call: Any) -> Any:
         deadline = time.monotonic() + 20
-        while _state(pid) not in ("T", "Z", ""):
+        while process_state(pid) not in ("T", "Z", ""):
             if time.monotonic() > deadline:
                 raise AssertionError("the victim did not fall")
             time.sleep(0.001)
@@ -103,13 +103,6 @@ def fall(me: Any, case: Case, victim: int, pid: int, phase: str, how: str, delay
     device.core = core
     result["later"] = raised(a2a.check)
     return result
-
-
-def _state(pid: int) -> str:
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
-    except OSError:
-        return ""
 
 
 def go_on(me: Any, case: Case, left: list[int], timeout: float | None) -> dict[str, Any]:

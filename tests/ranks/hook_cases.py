@@ -193,7 +193,7 @@ def groups(me: Any, case: Case, parts: int, how: str) -> str:
                 rank_cases.check_dispatched(case, step, me.rank, d)
                 runner._digest(d)
                 runner.combine(n, d)
-            return runner.digest.hexdigest()
+            return runner.digest()
     except BaseException as error:
         raise Failed(f"{case}: {type(error).__name__}: {error}") from error
 

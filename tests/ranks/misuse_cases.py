@@ -19,6 +19,12 @@ import pplx_comm as pc
 from pplx_comm.wiring import config, wire_up
 
 
+def gradients_of_codes(me: Any, case: Case) -> str:
+    with open_all_to_all(me, case) as a2a:
+        x = torch.ones(2, case.hidden, dtype=DTYPES[case.dtype], requires_grad=True)
+        return str(raised(lambda: a2a.dispatch(x, torch.zeros(2, case.top_k, dtype=torch.int64)))["message"])
+
+
 def bad_dispatches(me: Any, case: Case, clumsy: int) -> None:
     """One rank makes every mistake that dispatch can see; the others know nothing of it."""
     with open_all_to_all(me, case) as a2a, open_all_to_all(me, case) as other:
@@ -304,6 +310,16 @@ def other_version(me: Any, who: int) -> dict[str, Any]:
         return raised(lambda: open_all_to_all(me, Case(1, me.world_size)))
     finally:
         wire_up.__version__ = before
+
+
+def other_nodes(me: Any) -> dict[str, Any]:
+    """Rank 1 of three has another table of nodes."""
+    control = me.comm.control
+    before, control.node_of = control.node_of, [0, 1, 1] if me.rank == 1 else control.node_of
+    try:
+        return raised(lambda: open_all_to_all(me, Case(1, 3, transport="auto:tcp")))
+    finally:
+        control.node_of = before
 
 
 def other_first_step(me: Any, who: int) -> dict[str, Any]:

@@ -263,11 +263,9 @@ def recovery(me: Any, case: MoECase, decode_tokens: int, victim: int) -> list[in
     layer = make_layer(me, case, world, inference=True, decode_tokens=decode_tokens)
     x, left, good = taken(layer, world.x[me.rank]), [], 0
     with torch.no_grad():
-        layer(x)
-        layer(x, most_tokens=max(case.tokens))
-        if me.rank == victim:
-            os.kill(os.getpid(), signal.SIGKILL)
-        while good < 4:
+        while not left or good < 4:
+            if me.rank == victim and good == 2:  # it may take writes of the second step with it
+                os.kill(os.getpid(), signal.SIGKILL)
             try:
                 y = layer(x, most_tokens=(64, max(case.tokens))[good % 2])
                 good += 1

@@ -42,6 +42,16 @@ def begins_at(step: int) -> type[pc.AllToAll]:
     return type("AllToAll", (pc.AllToAll,), {"_first_step": step})
 
 
+@contextlib.contextmanager
+def _dealt(me: Any, case: Case) -> Iterator[None]:
+    """The Communicator's nodes are the case's."""
+    before, me.comm.control.node_of = me.comm.control.node_of, list(case.nodes)
+    try:
+        yield
+    finally:
+        me.comm.control.node_of = before
+
+
 def open_all_to_all(me: Any, case: Case, **changes: Any) -> pc.AllToAll:
     kind, _, provider = case.transport.partition(":")
     where = {
@@ -49,19 +59,22 @@ def open_all_to_all(me: Any, case: Case, **changes: Any) -> pc.AllToAll:
         "auto": {"transport": "auto", "provider": provider},
         "proxy": {"transport": "proxy", "provider": provider},
         "copy": {"transport": "proxy", "provider": "copy", "placement": "device"},  # see copies.py
-        "nvshmem": {"transport": "nvshmem", "node_size": case.replicas},
-        "nvshmem-mixed": {"transport": "nvshmem", "node_size": min(max(2, case.replicas), case.world_size)},
-        "mixed": {"transport": "auto", "provider": provider, "node_size": min(max(2, case.replicas), case.world_size)},
+        "nvshmem": {"transport": "nvshmem"},
+        "nvshmem-mixed": {"transport": "nvshmem"},
+        "mixed": {"transport": "auto", "provider": provider},
+        "dealt": {"transport": "auto", "provider": provider},
+        "relayed": {"transport": "auto", "provider": provider, "dedup": "node"},
+        "relayed-dealt": {"transport": "auto", "provider": provider, "dedup": "node"},
     }[kind]
     arguments: dict[str, Any] = {
         "num_experts": case.num_experts, "top_k": case.top_k, "hidden": case.hidden, "max_tokens_per_rank": case.max_tokens,
         "dtype": DTYPES[case.dtype], "wire": case.wire, "layout": case.layout_object, "device": "cpu", "in_flight": case.in_flight,
         "scale_layout": case.scale_layout, "replicas": case.replicas, "slot_bytes": case.slot_bytes,
-        "lent_outputs": case.lent_outputs,
-        "proxy_threads": case.proxy_threads, "timeout": 10.0, **where, **changes,
+        "lent_outputs": case.lent_outputs, "combine_wire": case.combine_wire,
+        "proxy_threads": case.proxy_threads, "node_size": case.node_size, "timeout": 10.0, **where, **changes,
     }  # fmt: skip
     arguments["timeout"] = float(os.environ.get("PPLX_TEST_STEP_TIMEOUT", arguments["timeout"]))
-    with environment(PPLX_COMM_THREADS=case.threads):
+    with environment(PPLX_COMM_THREADS=case.threads), _dealt(me, case) if "dealt" in kind else contextlib.nullcontext():
         return begins_at(case.first_step)(me.comm, **arguments)
 
 
@@ -217,7 +230,7 @@ class Runner:
         self.steps = make_steps(case)
         self.plans: dict[int, pc.Plan] = {}
         self.random = random.Random(f"{case.seed} rank {me.rank}")  # choices that ranks may make differently
-        self.digest = hashlib.sha256()
+        self.found: list[bytes] = []  # digests of all that came out, in the order of its calls
         self.outputs: dict[int, bytes] = {}  # step -> combine's result
         self.made: dict[int, torch.Tensor] = {}  # address -> what experts wrote to lent memory
 
@@ -239,7 +252,7 @@ class Runner:
                 self.combine(group[0], d)
                 continue
             opened = {n: self.dispatch_send(n) for n in group}
-            if case.slot_bytes is not None:
+            if case.slot_bytes is not None or case.relayed:
                 self._run_in_order(group, opened)
                 continue
             # Every rank in an order of its own: what is in flight is apart. Only the sends are one sequence.
@@ -256,10 +269,13 @@ class Runner:
             for n in group:
                 if self.steps[n].released:
                     opened[n].release()
-        return self.digest.hexdigest()
+        return self.digest()
+
+    def digest(self) -> str:
+        return hashlib.sha256(b"".join(sorted(self.found))).hexdigest()
 
     def _run_in_order(self, group: list[int], opened: dict[int, pc.Dispatched]) -> None:
-        """In pieces a receive half waits for the same one of all ranks."""
+        """In pieces, and with relays, a receive half waits for the same one of other ranks."""
         for n in group:
             self.dispatch_recv(n, opened[n])
         sent = {n: self.combine_send(n, opened[n]) for n in group if not self.steps[n].released}
@@ -379,7 +395,7 @@ class Runner:
             y, tail = y
             came = reference.tail(self.case.shape, step.tokens, self.rank, step.tails[self.rank])
             must(same_bits(tail, came), "the tail", tail, "must be", came)
-            self.digest.update(reference.as_bits(tail).numpy().tobytes())
+            self._keep(tail)
         wanted = reference.combine(
             self.case.shape, step.tokens, self.rank, weighted=step.weighted,
             weights=None if step.late_weights is None else step.late_weights[self.rank],
@@ -391,15 +407,61 @@ class Runner:
             raise Failed(
                 f"y differs in {len(wrong)} of {y.numel()}, first [{t}, {h}]: {y[t, h]!r}, must be {wanted[t, h]!r}; {y.shape}"
             )
-        self.digest.update(reference.as_bits(y).numpy().tobytes())
+        self._keep(y)
         self.outputs[n] = reference.as_bits(y).numpy().tobytes()
 
     def _digest(self, d: pc.Dispatched) -> None:
-        self.digest.update(d.counts.numpy().tobytes())
-        rows = reference.as_bits(d.x)
-        if self.case.layout == "ragged":
-            for e, count in enumerate(d.counts.tolist()):
-                self.digest.update(rows[int(d.offsets[e]) : int(d.offsets[e]) + count].numpy().tobytes())
+        rows = (
+            [d.x[at : at + n] for at, n in zip(d.offsets.tolist(), d.counts.tolist(), strict=False)]
+            if self.case.layout == "ragged"
+            else []
+        )
+        self._keep(d.counts, *rows)
+
+    def _keep(self, *tensors: torch.Tensor) -> None:
+        self.found.append(hashlib.sha256(b"".join(reference.as_bits(t).numpy().tobytes() for t in tensors)).digest())
+
+
+def error_of_sums(me: Any, case: Case, numbers: Any) -> float:
+    """The error of a step whose experts change nothing, against fp64, as a share of the vector's length."""
+    g = torch.Generator().manual_seed(case.seed + me.rank)
+    x = torch.from_numpy(numbers).to(DTYPES[case.dtype])
+    ids = torch.stack([torch.randperm(case.num_experts, generator=g)[: case.top_k] for _ in x])
+    weights = torch.rand(ids.shape, generator=g) + 0.1
+    with open_all_to_all(me, case) as a2a:
+        d = a2a.dispatch(x, ids, weights)
+        y = a2a.combine(d.x.clone(), d)
+    wanted = weights.double().sum(1, keepdim=True) * x.double()
+    return float((y.double() - wanted).norm() / wanted.norm())
+
+
+def crossing(me: Any, case: Case) -> tuple[int, int]:
+    """Bytes that this rank's proxy wrote for a step, and those that the ids ask for."""
+    g = torch.Generator().manual_seed(case.seed)
+    ids = [torch.rand(case.max_tokens, case.num_experts, generator=g).topk(case.top_k).indices for _ in range(case.world_size)]
+    with open_all_to_all(me, case) as a2a:
+        config, before = a2a._steps.device._config, int(a2a.stats()["proxy"]["bytes"])
+        d = a2a.dispatch(torch.zeros(case.max_tokens, case.hidden, dtype=DTYPES[case.dtype]), ids[me.rank])
+        a2a.combine(d.x, d)
+        me.comm.barrier()
+        wrote = int(a2a.stats()["proxy"]["bytes"]) - before
+    nodes = [[rank for rank in range(case.world_size) if case.nodes[rank] == node] for node in sorted(set(case.nodes))]
+
+    def rows(source: int, there: list[int]) -> int:
+        return int(torch.isin(ids[source] // config.experts_per_rank, torch.tensor(there)).any(1).sum())
+
+    asked = 0
+    for source in range(case.world_size):
+        home = nodes[case.nodes[source]]
+        for node in nodes:
+            if node is home:
+                continue
+            targets = {node[home.index(source) % len(node)]: node} if case.relayed else {rank: [rank] for rank in node}
+            for target, there in targets.items():
+                if me.rank in (source, target):
+                    op = 0 if me.rank == source else 1
+                    asked += config.header_bytes(op) + rows(source, there) * config.row_bytes(op)
+    return wrote, asked
 
 
 def exchange(me: Any, case: Case) -> str:

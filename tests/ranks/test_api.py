@@ -13,7 +13,7 @@ import pplx_comm._core as _core
 
 CASES = [
     Case(11, 3, routing="uniform", num_experts=7, top_k=3, crowd="uneven"),
-    Case(12, 3, transport="proxy:tcp", wire="fp8_ue8m0", hidden=136, layout="padded", top_k=2, crowd="uneven"),
+    Case(12, 3, transport="relayed:tcp", wire="fp8_ue8m0", hidden=136, layout="padded", top_k=2, crowd="uneven"),
     Case(13, 3, transport="proxy:shm", dtype="float32", wire="fp8", layout="compact", num_experts=9, top_k=1),
     Case(14, 3, dtype="float16", wire="mxfp8", layout="ragged", scale_layout="tma", align=8, num_experts=5, top_k=4),
 ]
@@ -65,6 +65,7 @@ def test_odd_views(crew: Crews) -> None:
         ("scale_layout", ("row", "tma")),
         ("node_size", (None, 3)),
         ("slot_bytes", (None, 1 << 30)),
+        ("dedup", ("rank", "node")),
         ("layout", (pc.Ragged(align=8), pc.Ragged(align=1))),
         ("layout", (pc.Compact(), pc.Padded())),
         ("layout", (pc.Padded(align=64), pc.Padded())),
@@ -83,6 +84,12 @@ def test_ranks_that_differ(crew: Crews, field: str, values: tuple[Any, Any]) -> 
             str(getattr(values[1], "align", values[1])),
         ):
             assert part.split("(")[0] in r["message"], r
+
+
+def test_ranks_with_other_nodes(crew: Crews) -> None:
+    """Sums depend on the table of nodes, so a difference raises on all ranks."""
+    for r in crew.run("misuse_cases:other_nodes"):
+        assert r["is_error"] and "nodes is [0, 0, 0] on ranks 0, 2, [0, 1, 1] on rank 1" in r["message"], r
 
 
 def test_same_wire_by_two_names(crew: Crews) -> None:
@@ -123,6 +130,12 @@ def test_same_wire_by_two_names(crew: Crews) -> None:
         ({"node_size": 0}, ["node_size=0"]),
         ({"node_size": 4}, ["node_size=4"]),
         ({"num_sms": 0}, ["num_sms=0"]),
+        ({"dedup": "all"}, ["dedup='all'", "'auto', 'rank' or 'node'"]),
+        ({"dedup": True}, ["dedup=True", "'auto', 'rank' or 'node'"]),
+        ({"dedup": "node", "max_tokens_per_rank": 4096, "slot_bytes": 1 << 19}, ["dedup='node'", "slot_bytes=524288", "at least"]),
+        ({"combine_wire": "fp4"}, ["combine_wire='fp4'", "'native' or 'fp8'"]),
+        ({"combine_wire": "fp8"}, ["combine_wire='fp8'", "needs dedup='node', not 'auto'"]),
+        ({"dedup": "node", "transport": "proxy"}, ["dedup='node'", "transport='proxy'", "node_size="]),
         ({"lent_outputs": -1}, ["lent_outputs=-1", "0 to 64"]),
         ({"lent_outputs": 1, "layout": pc.Ragged()}, ["lent_outputs=1", "pc.Compact()"]),
         # The dtype is not 'supported', whatever it is.
@@ -214,12 +227,19 @@ def test_bad_layouts(layout: dict[str, Any]) -> None:
         pc.Ragged(**layout)
 
 
+def test_steps_of_relays_received_in_another_order(crew: Crews) -> None:
+    for first, second in crew.run("pieces_cases:out_of_order", Case(1, 3, transport="relayed:tcp", in_flight=2)):
+        assert "dispatch_recv: step 2 before step 1" in first and "received in order" in first, first
+        assert "combine_recv: step 2 before step 1" in second and "dedup='node'" in second, second
+
+
 def test_required_bytes() -> None:
     """Grows with everything that it depends on, and refuses what the constructor refuses."""
     usual: dict[str, Any] = {"world_size": 4, "num_experts": 8, "top_k": 2, "hidden": 64, "max_tokens_per_rank": 8}
     base = pc.AllToAll.required_bytes(**usual)
     assert base > 4 * 8 * 64 * 2
-    for more in ({"hidden": 4096}, {"max_tokens_per_rank": 512}, {"world_size": 64}, {"in_flight": 8}, {"remote_peers": 3}):
+    grows = [{"hidden": 4096}, {"max_tokens_per_rank": 512}, {"world_size": 64}, {"in_flight": 8}, {"remote_peers": 3}]
+    for more in [*grows, {"remote_peers": 2, "dedup": "node"}]:
         assert pc.AllToAll.required_bytes(**{**usual, **more}) > base, more
     bad_ones = (
         {"hidden": 12},
@@ -228,10 +248,21 @@ def test_required_bytes() -> None:
         {"lent_outputs": 1},
         {"slot_bytes": 0},
         {"slot_bytes": 1.5},
+        {"dedup": "all"},
     )
     for bad in bad_ones:
         with pytest.raises(pc.Error):
             pc.AllToAll.required_bytes(**{**usual, **bad})
+
+
+@pytest.mark.parametrize(("ranks", "most"), [(8, 0.0211), (16, 0.0632), (64, 0.3156)])
+def test_slots_on_gpus(ranks: int, most: float) -> None:
+    """GiB of 128 tokens: slots for eight mapped ranks, and slots and send blocks for remote peers."""
+    required = pc.AllToAll.required_bytes(
+        world_size=ranks, num_experts=256, top_k=8, hidden=7168, max_tokens_per_rank=128, wire="fp8", remote_peers=ranks - 8,
+        device="cuda", layout=pc.Ragged(max_rows=1 << 17),
+    )  # fmt: skip
+    assert most * 0.99 < required / 2**30 < most
 
 
 def test_slots_of_less_than_a_block() -> None:

@@ -17,7 +17,7 @@ from harness import Crew, seed
 from pplx_comm.control import deadlines
 
 KINDS = {"delayed", "shuffled", "split", "duplicated", "replayed", "refused"}
-TRANSPORTS = ("proxy:shm", "proxy:tcp", "mixed:shm", "mixed:tcp")
+TRANSPORTS = ("proxy:shm", "proxy:tcp", "mixed:shm", "mixed:tcp", "relayed:tcp")
 # Two endpoints and small shards, so that blocks have shards of their own, which chaos splits further.
 HARD = "delay=0.3,delay_us=400,shuffle=0.7,split=0.5,duplicate=0.3,replay=0.2,again=0.3"
 NOTICED = 10.0  # seconds from the first rank that raises until every rank has: one where cores are free
@@ -80,7 +80,14 @@ def test_several_all_to_alls() -> None:
 
 @pytest.mark.parametrize(
     ("transport", "how"),
-    [("proxy:shm", "kill"), ("proxy:tcp", "kill"), ("mixed:tcp", "kill"), ("proxy:tcp", "mute"), ("mixed:tcp", "mute")],
+    [
+        ("proxy:shm", "kill"),
+        ("proxy:tcp", "kill"),
+        ("relayed:tcp", "kill"),
+        ("proxy:tcp", "mute"),
+        ("mixed:tcp", "mute"),
+        ("relayed:tcp", "mute"),
+    ],
 )
 def test_cut_link(transport: str, how: str) -> None:
     """A link fails, or goes silent, while the control connections live: every rank names an end of it, in time."""
@@ -93,7 +100,7 @@ def test_cut_link(transport: str, how: str) -> None:
     def fired(r: dict[str, Any]) -> int:
         return r["chaos"]["failed"] if how == "kill" else r["chaos"]["swallowed"] + r["chaos"]["lost"]
 
-    inside = transport.startswith("mixed")  # a node, where an abort is a word, without a text
+    inside = not transport.startswith("proxy")  # a node, where an abort is a word, without a text
     first = min(r["at"] for r in results)
     # A write that failed counts only after that grace.
     most = (deadlines.DEATH_GRACE if how == "kill" else timeout) + NOTICED

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 from cases import Case
-from failure_cases import PLACES
+from failure_cases import LATE, PLACES
 from harness import Crew, Crews, seed
 
 import pplx_comm._core as _core
@@ -57,7 +57,8 @@ def check_all_gone(crew: Crew, victim: int) -> None:
 
 @pytest.mark.parametrize(
     ("place", "transport"),
-    [(place, t) for place in PLACES for t in TRANSPORTS if t != "proxy:shm" or place in ("in_dispatch_recv", "after_combine_send")],
+    [(place, t) for place in PLACES for t in ["mapped", "relayed:tcp"]]
+    + [(place, t) for place in ("in_dispatch_recv", "in_weights", "after_combine_send") for t in ("proxy:shm", "proxy:tcp")],
 )
 def test_death_in_a_phase(transport: str, place: str, tmp_path: Path) -> None:
     victim = PLACES.index(place) % 3
@@ -156,6 +157,26 @@ def test_a_rank_that_is_too_slow(transport: str, phase: str) -> None:
         assert "rank 1" in results[1]["message"], results[1]
 
 
+def test_blame_of_relays() -> None:
+    """Every rank names the one that is late or stands still, whatever waits for it in turn."""
+    with Crew(4) as crew:
+        results = crew.run(
+            "failure_cases:late_behind_relays", Case(54, 4, transport="relayed:tcp", steps=6, num_experts=8, top_k=4)
+        )
+    for number, (culprit, place) in enumerate(LATE):
+        told = [by_incident[number] for by_incident in results]
+        for r in told:
+            assert r.get("is_peer") and r["peer"] == culprit, (place, r, told)
+    said = [[by_incident[number]["message"] for by_incident in results] for number in range(len(LATE))]
+    words = (
+        "the dispatch block of rank 0 by way of rank 2",
+        "the combine rows for rank 0 of rank 3",
+        "the sums of the node of rank 2 over",
+    )
+    for number, part in enumerate(words):
+        assert any(part in message for message in said[number]), (part, said[number])
+
+
 @pytest.mark.parametrize("transport", ["proxy:shm", "proxy:tcp"])
 def test_a_rank_whose_own_proxy_stands_still(transport: str) -> None:
     """It is said to all, since a peer that is waited for in vain may wait too; and closing leaves the thread behind, and no file."""
@@ -173,8 +194,10 @@ def test_a_rank_whose_own_proxy_stands_still(transport: str) -> None:
         assert left_in_shm(crew) == []
 
 
-@pytest.mark.parametrize("transport", CARRIERS)
-@pytest.mark.parametrize("what", ["all_to_all", "communicator"])
+@pytest.mark.parametrize(
+    ("transport", "what"),
+    [*((transport, what) for transport in CARRIERS for what in ("all_to_all", "communicator")), ("relayed:tcp", "communicator")],
+)
 def test_a_rank_that_leaves(transport: str, what: str) -> None:
     with Crew(3) as crew:
         results = crew.run("failure_cases:leaves", Case(61, 3, transport=transport), 2, what)
@@ -184,7 +207,7 @@ def test_a_rank_that_leaves(transport: str, what: str) -> None:
             assert r["at"] - results[2]["at"] < NOTICED and r["closing"] < CLOSED, r
 
 
-@pytest.mark.parametrize("transport", TRANSPORTS)
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "relayed:tcp"])
 def test_leaving_after_the_last_step_is_no_failure(transport: str) -> None:
     with Crew(3) as crew:
         crew.run("failure_cases:leave_at_once", Case(62, 3, transport=transport, max_tokens=32, hidden=1024), 4, timeout=200)
@@ -225,7 +248,7 @@ def test_interrupt_in_the_constructor(with_another: bool) -> None:
             assert r["again"].get("is_peer") and "call reset() of this Communicator" in r["again"]["message"], r
 
 
-@pytest.mark.parametrize("transport", CARRIERS)
+@pytest.mark.parametrize("transport", ["mapped", "relayed:tcp"])
 @pytest.mark.parametrize("kind", ["release", "weights", "no_weights", "tail", "no_tail"])
 def test_ranks_that_end_a_step_differently(transport: str, kind: str) -> None:
     with Crew(3) as crew:
@@ -237,7 +260,7 @@ def test_ranks_that_end_a_step_differently(transport: str, kind: str) -> None:
         assert any(word in r["message"] for r in results), results
 
 
-@pytest.mark.parametrize("transport", [*TRANSPORTS, "mixed:shm"])
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "mixed:shm", "relayed:tcp"])
 def test_reset(transport: str, tmp_path: Path) -> None:
     """Two of four die, one after the other. The dead ranks' experts answer nothing; everything else is as before."""
     paths = [str(tmp_path / f"died{i}") for i in range(2)]
@@ -272,7 +295,7 @@ def test_reset_after_a_death_inside_of_shm(tmp_path: Path) -> None:
         assert left_in_shm(crew) == []
 
 
-@pytest.mark.parametrize("transport", [*TRANSPORTS, "mixed:shm"])
+@pytest.mark.parametrize("transport", [*TRANSPORTS, "mixed:shm", "relayed:tcp"])
 def test_another_all_to_all_of_the_survivors(transport: str, tmp_path: Path) -> None:
     with Crew(3) as crew:
         case = Case(93, 3, transport=transport, num_experts=8, top_k=3)

@@ -19,7 +19,7 @@ from cases import Case
 from harness import Crew, seed
 from test_failure import CLOSED, NOTICED, left_in_shm
 
-TRANSPORTS = ["mapped", "proxy:shm", "proxy:tcp"]
+TRANSPORTS = ["mapped", "proxy:shm", "proxy:tcp", "relayed:tcp"]
 PHASES = ["dispatch_send", "dispatch_recv", "combine_send", "combine_recv"]
 RANKS = 3
 TIMEOUT = 3.0  # seconds of a step, where a rank is stopped

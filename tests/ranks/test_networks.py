@@ -41,7 +41,7 @@ def crew_of(networks: Networks) -> Crew:
 
 def test_a_cut_cable(networks: Networks) -> None:
     """Each side names the other, goes on alone, and when the cable is whole again both are one."""
-    case = Case(1, 4, transport="mixed:tcp", max_tokens=32, hidden=1024, in_flight=2)
+    case = Case(1, 4, transport="relayed:tcp", max_tokens=32, hidden=1024, in_flight=2)
     with crew_of(networks) as crew:
         crew.run("fault_cases:join", case, 30.0)
         crew.start("fault_cases:until_failure", case)

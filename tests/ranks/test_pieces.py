@@ -17,7 +17,7 @@ from harness import Crew, Crews, seed
 from test_chaos import HARD, chaos
 from test_failure import check_all_gone, check_survivors
 
-TRANSPORTS = ("mapped", "proxy:shm", "proxy:tcp", "mixed:tcp")
+TRANSPORTS = ("mapped", "proxy:shm", "proxy:tcp", "mixed:tcp", "dealt:tcp")
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda n: f"ep{n}")

@@ -7,7 +7,7 @@ from cases import Case, random_case
 from harness import Crew, seed
 from test_failure import check_all_gone, check_survivors
 
-TRANSPORTS = ("proxy:shm", "proxy:tcp", "mixed:tcp")
+TRANSPORTS = ("proxy:shm", "proxy:tcp", "mixed:tcp", "relayed:tcp")
 CHAOS = "delay=0.2,delay_us=500,shuffle=0.3,split=0.3,duplicate=0.1,replay=0.05,again=0.1"
 
 

@@ -17,7 +17,7 @@ def case_of(transport: str, ranks: int = 3) -> Case:
     return Case(seed(), ranks, transport=transport, num_experts=8, top_k=3, max_tokens=16, hidden=128)
 
 
-@pytest.mark.parametrize("transport", CARRIERS)
+@pytest.mark.parametrize("transport", [*CARRIERS, "relayed:tcp"])
 def test_each_is_reset_as_its_own_call_raises(transport: str, tmp_path: Path) -> None:
     """The failure that the other AllToAll would still tell is of an old generation. One reset is enough."""
     with Crew(3) as crew:
@@ -38,7 +38,7 @@ def test_threads(crew: Crews, transport: str, how: str) -> None:
     crew.run("reset_cases:threads_reset", case_of(transport), how)
 
 
-@pytest.mark.parametrize(("transport", "how"), [("mapped", "each its own"), ("proxy:tcp", "of the communicator")])
+@pytest.mark.parametrize(("transport", "how"), [("mapped", "each its own"), ("relayed:tcp", "of the communicator")])
 def test_lanes(transport: str, how: str, tmp_path: Path) -> None:
     """A thread that is in a step while another resets ends it, and finds the new generation."""
     with Crew(3) as crew:
@@ -70,7 +70,15 @@ def test_open_steps_of_a_rank_whose_own_code_raised(crew: Crews, transport: str)
         assert told.get("is_peer") and told["peer"] == 1 and not told["is_timeout"], told
 
 
-@pytest.mark.parametrize(("transport", "place"), [("mapped", "second"), ("proxy:tcp", "second"), ("proxy:tcp", "reset: AllToAlls")])
+@pytest.mark.parametrize(
+    ("transport", "place"),
+    [
+        ("mapped", "second"),
+        ("relayed:tcp", "second"),
+        ("relayed:tcp", "AllToAll: memory of relays"),
+        ("proxy:tcp", "reset: AllToAlls"),
+    ],
+)
 def test_another_death(transport: str, place: str, tmp_path: Path) -> None:
     with Crew(4) as crew:
         crew.start("reset_cases:one_more_dies", case_of(transport, 4), 1, place, str(tmp_path / "died"))

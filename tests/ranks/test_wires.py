@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import itertools
 import runpy
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -266,7 +267,8 @@ def test_zero_scales_of_padding_travel_on(comm: pc.Communicator) -> None:
 def test_every_combination() -> None:
     """Each wire with each layout, scale layout and transport; dtypes and sizes, with a short last block, take turns."""
     cases = []
-    for i, (transport, wire, layout) in enumerate(itertools.product(TRANSPORTS, WIRES, LAYOUTS)):
+    transports = [transport for transport in TRANSPORTS if not transport.startswith("relayed")]  # two ranks relay nothing
+    for i, (transport, wire, layout) in enumerate(itertools.product(transports, WIRES, LAYOUTS)):
         for scale_layout in ("row", "tma")[: 1 + (wire != "native")]:
             n = len(cases)
             cases.append(
@@ -280,6 +282,29 @@ def test_every_combination() -> None:
         assert len({(getattr(case, field), case.dtype) for case in cases}) == 3 * len({getattr(case, field) for case in cases})
     with Crew(2) as crew:
         crew.run("rank_cases:exchange_each", cases, timeout=120)
+
+
+def test_sums_as_codes() -> None:
+    """combine_wire="fp8" with each dtype and layout, bit by bit, and what it costs beside float64."""
+    cases = [
+        Case(
+            seed() * 1000 + n, 4, hidden=(136, 40, 520)[n % 3], top_k=4, num_experts=9, max_tokens=6, dtype=dtype, layout=layout,
+            transport=("relayed:tcp", "relayed-dealt:shm")[n % 2], wire=WIRES[n % 4], in_flight=1 + n % 2, steps=4, combine_wire="fp8",
+        )
+        for n, (dtype, layout) in enumerate(itertools.product(DTYPES, LAYOUTS))
+    ]  # fmt: skip
+    with Crew(4) as crew:
+        crew.run("rank_cases:exchange_each", cases, timeout=120)
+        for said in crew.run("misuse_cases:gradients_of_codes", cases[0]):
+            assert "autograd cannot follow combine_wire='fp8'" in said, said
+        for name, x in distributions(generator(6)).items():
+            case = Case(seed(), 4, num_experts=64, top_k=8, hidden=2048, max_tokens=128, transport="relayed:tcp")
+            native, codes = (
+                max(crew.run("rank_cases:error_of_sums", replace(case, combine_wire=wire), x[:128].numpy()))
+                for wire in ("native", "fp8")
+            )
+            print(f"{name}: {100 * native:.2f} % native, {100 * codes:.2f} % fp8")
+            assert native < 3 * 2.0**-9 and native < codes < 0.0262, (name, native, codes)
 
 
 def test_gradients() -> None:

@@ -31,8 +31,8 @@ def test_a_death_is_noticed_in_time() -> None:
 
 
 def test_the_order_of_giving_up() -> None:
-    """The warp that passes words on before those that wait for it, and rank 0 before those that wait for its verdict."""
-    assert deadlines.PASSED_ON > 0
+    """The warp or relay that passes on before those that wait for it, and rank 0 before those that wait for its verdict."""
+    assert 0 < deadlines.PASSED_ON < deadlines.ANSWERED
     assert deadlines.GRACE_SECONDS > 0
     assert deadlines.FIRST_STEP_FACTOR > 1
     # A proxy that stands still is found to do so well within a death's time.

@@ -65,14 +65,14 @@ def test_planted_ones_are_found() -> None:
         "src/protocol/abort.h": "#pragma once\n",
         "src/cpu/exchange.h": '#include "../host/failure.h"\n#include "vector/kernels.h"\n#include "host/failure.h"\n',
         "src/cpu/vector/kernels.h": '#include "bench/writer.h"\n',
-        "src/cuda/host/memory/dmabuf.cpp": '#include "../error.h"\n  #include "proxy/fabric.h"\n',
-        "src/cuda/host/error.h": "",
+        "src/cuda/host/memory/shared_memory.cpp": '#include "../runtime.h"\n  #include "proxy/fabric.h"\n',
+        "src/cuda/host/runtime.h": "",
         "proxy/fabric.h": "",
     }
     assert offences(sources) == [
         "src/host/failure.h:2: ../cpu/exchange.h",
         "src/cpu/vector/kernels.h:1: bench/writer.h",
-        "src/cuda/host/memory/dmabuf.cpp:2: proxy/fabric.h",
+        "src/cuda/host/memory/shared_memory.cpp:2: proxy/fabric.h",
     ]
 
 

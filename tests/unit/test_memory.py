@@ -6,12 +6,15 @@ import mmap
 import os
 import resource
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from pplx_comm.control import memfd
 from pplx_comm.control.memfd import allocate, available_bytes
 from pplx_comm.errors import Error
+from pplx_comm.wiring.peers import mapped_range, remote_of_all
 
 
 def test_reserved_sealed_and_nameless() -> None:
@@ -73,3 +76,22 @@ def test_available() -> None:
     free, why = available_bytes()
     assert 0 < free < 1 << 50
     assert why
+
+
+def asked(*nodes: int, rank: int = 0, transport: str = "auto", replicas: int = 1) -> tuple[Any, Any]:
+    request = SimpleNamespace(node_size=None, transport=transport, config=SimpleNamespace(replicas=replicas))
+    return request, SimpleNamespace(node_of=list(nodes), rank=rank, world_size=len(nodes))
+
+
+def test_slots_of_mapped_peers() -> None:
+    """They begin with the node's first rank, and have room for the widest node."""
+    assert [mapped_range(*asked(0, 0, 1, 1, rank=rank)) for rank in range(4)] == [(0, 2), (0, 2), (2, 2), (2, 2)]
+    assert [mapped_range(*asked(0, 0, 0, 1, rank=rank)) for rank in (2, 3)] == [(0, 3), (3, 3)]
+    assert [mapped_range(*asked(0, 1, 0, 1, rank=rank)) for rank in range(4)] == [(0, 3), (1, 3), (0, 3), (1, 3)]
+    assert mapped_range(*asked(0, 0, 0, 0, rank=3, transport="proxy")) == (3, 1)
+    assert mapped_range(*asked(0, 0, 0, 0, rank=3, transport="proxy", replicas=2)) == (2, 2)
+
+
+def test_remote_peers_of_all_ranks() -> None:
+    assert remote_of_all(*asked(0, 0, 1, 1), [0, 1, 2, 3], []) == {0: {2, 3}, 1: {2, 3}, 2: {0, 1}, 3: {0, 1}}
+    assert remote_of_all(*asked(0, 0, 1, 1), [0, 1, 3], {(1, 0): "why"}) == {0: {1, 3}, 1: {0, 3}, 3: {0, 1}}

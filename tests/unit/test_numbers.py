@@ -263,3 +263,27 @@ def test_sums(
         if (ids[t] >= 0).any():
             total = total + partial.to(dtype).float()
         assert same_bits(y[t], total.to(dtype))
+
+
+@pytest.mark.parametrize(
+    ("partials", "nodes", "wanted"),
+    [
+        ([256, 1, 1, 1], (), 260),
+        ([256, 1, 1, 1], (0, 0, 0, 0), 260),
+        ([256, 1, 1, 1], (0, 1, 2, 3), 260),
+        ([256, 1, 1, 1], (0, 0, 1, 1), 258),  # 257 is rounded to 256
+        ([256, 1, 3, 1], (0, 0, 1, 1), 260),
+        ([256, 1, 3, 1], (0, 1, 0, 1), 262),  # 259 is rounded to 260
+        ([1, 256, 3, 1], (0, 1, 1, 0), 262),
+    ],
+)
+def test_the_reference_adds_by_node(partials: list[int], nodes: tuple[int, ...], wanted: int) -> None:
+    """In bfloat16, of which 256 and what follows have steps of 2. Each rank returns what the weights make of its expert's row."""
+    shape = reference.Shape(4, 4, 4, 8, 1, nodes=nodes)
+    ids = torch.arange(4, dtype=torch.int32)[None]
+    x = torch.ones(1, 8, dtype=torch.bfloat16)
+    rows = reference.expert(shape, ids[0], x.float().expand(4, 8))[:, 0].float()
+    tokens = reference.Tokens(x, ids, torch.tensor([partials]) / rows)
+    nothing = reference.Tokens(x[:0], ids[:0], None)
+    y = reference.combine(shape, [tokens, nothing, nothing, nothing], 0)
+    assert y.tolist() == [[float(wanted)] * 8]

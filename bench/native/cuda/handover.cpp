@@ -7,8 +7,8 @@
 #include "bench/native/null_fabric.h"
 #include "host/atomic.h"
 #include "cuda/common/arguments.h"
-#include "cuda/host/error.h"
 #include "cuda/host/host_heap.h"
+#include "cuda/host/runtime.h"
 #include "handover_kernels.h"
 #include "proxy/proxy.h"
 
@@ -93,7 +93,7 @@ Handover handover(int device, std::uint32_t peers, int endpoints, std::uint32_t 
   Stage stage(device, 2 * (operations + kWarming) + 1);
   const Config c = config_of(peers);
   const std::uint64_t all = (c.world == 64 ? 0 : 1ull << c.world) - 1;
-  HostHeap heap(c, all & ~(1ull << c.rank), nullptr, nullptr);
+  HostHeap heap(c, all & ~(1ull << c.rank), std::vector<std::uint32_t>(c.world), nullptr, nullptr);
   NullFabric fabric(endpoints, std::size_t{peers} * kMaxEndpoints, peers);
   Proxy proxy(fabric);
   ProxyObject object;

@@ -8,7 +8,7 @@
 #include <vector>
 
 #include "copy_fabric.h"
-#include "cuda/host/error.h"
+#include "cuda/host/runtime.h"
 #include "handover.h"
 #include "kernels.h"
 

@@ -12,11 +12,7 @@
 
 #include "bindings/bound_struct.h"
 #include "cuda/common/stages.h"
-#include "cuda/host/error.h"
 #include "cuda/host/exchange.h"
-#include "cuda/host/stream_event.h"
-#include "cuda/large/spans.h"
-#include "cuda/plan/plan_layout.h"
 
 namespace py = pybind11;
 
@@ -102,9 +98,9 @@ T* pointer(Address address) {
 }
 
 std::shared_ptr<Exchange> make_exchange(const Config& config, std::shared_ptr<SharedMemory> own,
-                                        const std::map<std::uint32_t, std::shared_ptr<SharedMemory>>& peers,
-                                        const std::vector<std::uint32_t>& remote, bool proxied, bool blocks_on_gpu, bool gdrcopy,
-                                        int device, double timeout, std::uint32_t num_sms, std::uint32_t large_tokens,
+                                        const std::map<std::uint32_t, std::shared_ptr<SharedMemory>>& peers, Nodes nodes,
+                                        const std::map<std::uint32_t, std::uint32_t>& remote, bool proxied,
+                                        bool blocks_on_gpu, bool gdrcopy, int device, double timeout, std::uint32_t num_sms, std::uint32_t large_tokens,
                                         std::uint32_t sending_share
 #ifdef PPLX_CARRIER
                                         ,
@@ -114,10 +110,15 @@ std::shared_ptr<Exchange> make_exchange(const Config& config, std::shared_ptr<Sh
   Exchange::Memory memory;
   memory.own = std::move(own);
   memory.peers.resize(config.world);
+  memory.nodes = std::move(nodes);
   memory.proxied = proxied;
   memory.blocks_on_gpu = blocks_on_gpu;
   memory.gdrcopy = gdrcopy;
-  for (const std::uint32_t peer : remote) memory.remote |= 1ull << peer % kMaxPeers;
+  memory.slot_at.resize(config.world);
+  for (const auto& [peer, number] : remote) {
+    memory.remote |= 1ull << peer % kMaxPeers;
+    memory.slot_at.at(peer) = number;
+  }
   for (const auto& [rank, theirs] : peers) memory.peers.at(rank) = theirs;
 #ifdef PPLX_CARRIER
   memory.symmetric = {pointer<char>(symmetric), symmetric_bytes, pes};
@@ -138,8 +139,8 @@ void bind_structs(py::module_& m) {
   using Tokens = BoundStruct<cuda::Tokens>;
   Tokens::bind(m, "Tokens",
                "Inputs of a dispatch: addresses, 0 for none, and strides in bytes. A receive half takes the count alone, in pieces all.",
-               {Tokens::required<&cuda::Tokens::count>("count"), Tokens::field<&cuda::Tokens::x>("x"),
-                Tokens::field<&cuda::Tokens::stride>("stride"), Tokens::field<&cuda::Tokens::ids>("ids"),
+               {Tokens::required<&cuda::Tokens::tokens>("count"), Tokens::field<&cuda::Tokens::x>("x"),
+                Tokens::field<&cuda::Tokens::x_stride>("stride"), Tokens::field<&cuda::Tokens::ids>("ids"),
                 Tokens::field<&cuda::Tokens::wide_ids>("wide_ids"), Tokens::field<&cuda::Tokens::weights>("weights"),
                 Tokens::field<&cuda::Tokens::scales>("scales"), Tokens::field<&cuda::Tokens::scale, &ScaleStrides::row>("scale_row_stride"),
                 Tokens::field<&cuda::Tokens::scale, &ScaleStrides::scale>("scale_stride")});
@@ -151,16 +152,17 @@ void bind_structs(py::module_& m) {
   ExpertOutputs::bind(
       m, "ExpertOutputs",
       "Inputs of a combine: addresses, 0 for none, and a stride in bytes. A receive half takes uses_weights alone, in pieces all.",
-      {ExpertOutputs::field<&cuda::ExpertOutputs::expert_out>("expert_out"), ExpertOutputs::field<&cuda::ExpertOutputs::stride>("stride"),
-       ExpertOutputs::field<&cuda::ExpertOutputs::rows>("rows"), ExpertOutputs::required<&cuda::ExpertOutputs::weighted>("weighted"),
+      {ExpertOutputs::field<&cuda::ExpertOutputs::expert_out>("expert_out"),
+       ExpertOutputs::field<&cuda::ExpertOutputs::expert_stride>("stride"),
+       ExpertOutputs::field<&cuda::ExpertOutputs::expert_rows>("rows"), ExpertOutputs::required<&cuda::ExpertOutputs::weighted>("weighted"),
        ExpertOutputs::required<&cuda::ExpertOutputs::uses_weights>("uses_weights"),
        ExpertOutputs::field<&cuda::ExpertOutputs::weights>("weights"), ExpertOutputs::field<&cuda::ExpertOutputs::tail>("tail"),
        ExpertOutputs::field<&cuda::ExpertOutputs::tail_rows>("tail_rows")});
   using Result = BoundStruct<cuda::Result>;
   Result::bind(m, "Result", "Outputs of a combine: addresses, 0 for none, and a stride in bytes.",
                {Result::required<&cuda::Result::tokens>("tokens"), Result::required<&cuda::Result::y>("y"),
-                Result::required<&cuda::Result::stride>("stride"), Result::required<&cuda::Result::accumulate>("accumulate"),
-                Result::field<&cuda::Result::has_tail>("has_tail"), Result::field<&cuda::Result::tail>("tail")});
+                Result::required<&cuda::Result::y_stride>("stride"), Result::required<&cuda::Result::accumulate>("accumulate"),
+                Result::field<&cuda::Result::has_tail>("has_tail"), Result::field<&cuda::Result::tail_out>("tail")});
 }
 
 void bind_memory(py::module_& m) {
@@ -194,7 +196,8 @@ void bind_exchange(py::module_& m) {
   py::class_<HostHeap, Carried, std::shared_ptr<HostHeap>>(m, "HostHeap", kLocal, "Blocks that the proxy moves, and their words.")
       .def_property_readonly("pinned_bytes", &HostHeap::pinned_bytes, "Bytes of host memory.");
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange", kLocal)
-      .def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("remote"), py::arg("proxied"),
+      .def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("nodes"), py::arg("remote"),
+           py::arg("proxied"),
            py::arg("blocks_on_gpu"), py::arg("gdrcopy"), py::arg("device"), py::arg("timeout"), py::arg("num_sms"), py::arg("large_tokens"),
            py::arg("sending_share")
 #ifdef PPLX_CARRIER

@@ -229,16 +229,41 @@ void quantise(Wire wire, Dtype dtype, const void* x, std::uint32_t hidden, std::
   }
 }
 
+template <typename T>
+void decode_as(void* to, const std::uint8_t* codes, const float* scales, std::uint32_t hidden) {
+  constexpr std::uint32_t kBlock = scale_block(Wire::FP8);
+  auto* const out = static_cast<typename T::Stored*>(to);
+  const std::uint32_t whole = hidden / kLanes * kLanes;
+  for (std::uint32_t i = 0; i < whole; i += kLanes) {
+    Bytes code;
+    std::memcpy(&code, codes + i, sizeof code);
+    store_lanes<T>(out + i, from_e4m3_bits<Floats>(__builtin_convertvector(code, Words)) * scales[i / kBlock]);
+  }
+  for (std::uint32_t i = whole; i < hidden; ++i) out[i] = store_one<T>(from_e4m3(codes[i]) * scales[i / kBlock]);
+}
+
+void decode(Dtype dtype, void* to, const std::uint8_t* codes, const float* scales, std::uint32_t hidden) {
+  switch (dtype) {
+    case Dtype::BFloat16: return decode_as<BFloat16>(to, codes, scales, hidden);
+    case Dtype::Float16: return decode_as<Float16>(to, codes, scales, hidden);
+    case Dtype::Float32: return decode_as<Float32>(to, codes, scales, hidden);
+  }
+}
+
 // Sums stay in registers over all rows: a strip of columns at a time.
-template <typename T, bool weighted>
-void add_rows_as(void* to, const void* from, const void* const* rows, const float* weights, std::uint32_t n, std::uint32_t hidden) {
+// A node's sum begins with -0, which changes no number that is added to it.
+enum class Adds { Rows, Weighted, Nodes };
+template <typename T, Adds adds>
+void add_rows_as(void* to, const void* from, const void* const* rows, const float* weights, std::uint32_t ends, std::uint32_t n,
+                 std::uint32_t hidden) {
   using Stored = typename T::Stored;
   constexpr std::uint32_t kStrip = 4;
   Stored* out = static_cast<Stored*>(to);
   const Stored* initial = static_cast<const Stored*>(from);
   std::uint32_t at = 0;
   for (; at + kStrip * kLanes <= hidden; at += kStrip * kLanes) {
-    Floats sum[kStrip] = {};
+    Floats sum[kStrip] = {}, of_node[kStrip];
+    for (Floats& lanes : of_node) lanes = -Floats{};
     if (initial != nullptr)
       for (std::uint32_t i = 0; i < kStrip; ++i) sum[i] = load_lanes<T>(initial + at + i * kLanes);
     for (std::uint32_t r = 0; r < n; ++r) {
@@ -246,40 +271,55 @@ void add_rows_as(void* to, const void* from, const void* const* rows, const floa
       if (at + kAhead / sizeof(Stored) < hidden) ask_for(row + kAhead / sizeof(Stored), kStrip * kLanes * sizeof(Stored));
       for (std::uint32_t i = 0; i < kStrip; ++i) {
         const Floats value = load_lanes<T>(row + i * kLanes);
-        sum[i] = sum[i] + (weighted ? weights[r] * value : value);
+        if constexpr (adds == Adds::Nodes) {
+          of_node[i] = of_node[i] + value;
+          if ((ends >> r & 1) == 0) continue;
+          sum[i] = sum[i] + T::template load<Floats>(T::template store<Words>(of_node[i]));
+          of_node[i] = -Floats{};
+        } else {
+          sum[i] = sum[i] + (adds == Adds::Weighted ? weights[r] * value : value);
+        }
       }
     }
     for (std::uint32_t i = 0; i < kStrip; ++i) store_lanes<T>(out + at + i * kLanes, sum[i]);
   }
   for (; at < hidden; ++at) {
-    float sum = initial != nullptr ? load_one<T>(initial[at]) : 0.0f;
+    float sum = initial != nullptr ? load_one<T>(initial[at]) : 0.0f, of_node = -0.0f;
     for (std::uint32_t r = 0; r < n; ++r) {
       const float value = load_one<T>(static_cast<const Stored*>(rows[r])[at]);
-      sum = sum + (weighted ? weights[r] * value : value);
+      if constexpr (adds == Adds::Nodes) {
+        of_node = of_node + value;
+        if ((ends >> r & 1) == 0) continue;
+        sum = sum + load_one<T>(store_one<T>(of_node));
+        of_node = -0.0f;
+      } else {
+        sum = sum + (adds == Adds::Weighted ? weights[r] * value : value);
+      }
     }
     out[at] = store_one<T>(sum);
   }
 }
 
 template <typename T>
-void add_rows_of(void* to, const void* from, const void* const* rows, const float* weights, std::uint32_t n, std::uint32_t hidden) {
-  if (weights != nullptr)
-    add_rows_as<T, true>(to, from, rows, weights, n, hidden);
-  else
-    add_rows_as<T, false>(to, from, rows, weights, n, hidden);
+void add_rows_of(void* to, const void* from, const void* const* rows, const float* weights, std::uint32_t ends, std::uint32_t n,
+                 std::uint32_t hidden) {
+  const auto add = ends != 0            ? add_rows_as<T, Adds::Nodes>
+                   : weights != nullptr ? add_rows_as<T, Adds::Weighted>
+                                        : add_rows_as<T, Adds::Rows>;
+  add(to, from, rows, weights, ends, n, hidden);
 }
 
-void add_rows(Dtype dtype, void* to, const void* from, const void* const* rows, const float* weights, std::uint32_t n,
-              std::uint32_t hidden) {
+void add_rows(Dtype dtype, void* to, const void* from, const void* const* rows, const float* weights, std::uint32_t ends,
+              std::uint32_t n, std::uint32_t hidden) {
   switch (dtype) {
-    case Dtype::BFloat16: return add_rows_of<BFloat16>(to, from, rows, weights, n, hidden);
-    case Dtype::Float16: return add_rows_of<Float16>(to, from, rows, weights, n, hidden);
-    case Dtype::Float32: return add_rows_of<Float32>(to, from, rows, weights, n, hidden);
+    case Dtype::BFloat16: return add_rows_of<BFloat16>(to, from, rows, weights, ends, n, hidden);
+    case Dtype::Float16: return add_rows_of<Float16>(to, from, rows, weights, ends, n, hidden);
+    case Dtype::Float32: return add_rows_of<Float32>(to, from, rows, weights, ends, n, hidden);
   }
 }
 
 }  // namespace
 
-extern const Kernels table{PPLX_TEXT(PPLX_ISA), copy, stream, quantise, add_rows};
+extern const Kernels table{PPLX_TEXT(PPLX_ISA), copy, stream, quantise, decode, add_rows};
 
 }  // namespace pplx::cpu::PPLX_ISA

@@ -22,10 +22,15 @@ struct Kernels {
   // One row to e4m3 codes and the scales of the wire; not for Native.
   void (*quantise)(Wire wire, Dtype dtype, const void* x, std::uint32_t hidden, std::uint8_t* codes, void* scales);
 
+  // A row of codes, with a float scale per 128 of them, to one of the dtype.
+  void (*decode)(Dtype dtype, void* to, const std::uint8_t* codes, const float* scales, std::uint32_t hidden);
+
   // to = round(from + sum of weight[i] * row[i]), fp32, in order; `weights` null means plain sums, `from` null means zero.
   // Rows may lie anywhere. The caller prefetches their first kAhead bytes while it adds up others.
-  void (*add_rows)(Dtype dtype, void* to, const void* from, const void* const* rows, const float* weights, std::uint32_t n,
-                   std::uint32_t hidden);
+  // `ends`: rows come node by node, and a bit each tells which are the last of theirs: round(sum of a node's rows) takes the rows'
+  // place. 0: each row counts by itself. Weights are not for nodes.
+  void (*add_rows)(Dtype dtype, void* to, const void* from, const void* const* rows, const float* weights, std::uint32_t ends,
+                   std::uint32_t n, std::uint32_t hidden);
 };
 
 // Call it after stream(), before the store that tells others.

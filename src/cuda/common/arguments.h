@@ -1,19 +1,16 @@
 // The arguments of kernels: one plain struct per launch, and the memory of an AllToAll that only its kernels and its host touch.
 //
-// One launch is one dispatch or one combine (or a half of one). Every thread block has a share of two lists of units:
+// One launch is one dispatch or one combine (or a half of one). Every thread block has a share of two lists of units. Send units
+// (common/step.cuh) never wait for one that receives, nor behind one: a thread block has warps for each. Receive units wait only for
+// what a peer sends. What a replica finishes for others is claimed, and comes before all that waits for replicas.
 //
-//   send units    its own share first, then untaken ones: common/step.cuh
-//   receive units each waits only for what a peer sends
-//
-// Units that send never wait for one that receives, nor behind one: a thread block has warps for each. A replica sends the others
-// what it finishes. Those units, in the receive half of a combine, are claimed, and come before all that wait for replicas.
-//
-// So a unit waits only for peers, or for units that running thread blocks hold: one resident thread block suffices, whatever else
-// runs on the GPU. The step's number is in device memory: a launch that carried one would be wrong when a captured graph replays.
+// So one resident thread block suffices (docs/design.md, "Progress"). The step's number is in device memory: a launch that carried
+// one would be wrong when a captured graph replays.
 #pragma once
 
 #include "../../protocol/heap.h"
 #include "../../protocol/notices.h"
+#include "../../protocol/scale_strides.h"
 #include "tuning.h"
 
 namespace pplx::cuda {
@@ -84,6 +81,13 @@ struct Divider {
 template <typename T>
 inline constexpr std::size_t kBytesOfObject = align_up(sizeof(T), kLine);
 
+// Puts of a carrier that kernels drive (remote/carrier.cuh), in device memory: by set, op, part and peer, anew in each generation.
+struct PutCounts {
+  std::uint64_t base[kMaxInFlight][kOps][kMostParts][kMaxPeers];    // this rank's signals at that time
+  std::uint64_t turns[kMaxInFlight][kOps][kMostParts][kMaxPeers];   // that were heard of since
+  std::uint64_t posted[kMaxInFlight][kOps][kMostParts][kMaxPeers];  // puts for the peer
+};
+
 // Common to all launches of an AllToAll.
 struct Common {
   Config c;
@@ -115,7 +119,8 @@ struct Common {
   char* blocks = nullptr;  // the same for its blocks: there, or in this GPU's memory
 #ifdef PPLX_CARRIER
   std::uint32_t pe[kMaxPeers] = {};  // as the carrier numbers the ranks
-  struct PutCounts* puts = nullptr;  // remote/put_counts.h
+  std::uint8_t slot_at[kMaxPeers] = {};  // number of this rank's slots at remote peers, by rank
+  PutCounts* puts = nullptr;
 #endif
   std::uint32_t generation = 1;
   std::uint64_t timeout_ns = 0;
@@ -166,8 +171,7 @@ enum class Claim : std::uint32_t { DispatchRecv, CombineSend, CombineRest, Combi
 inline constexpr std::uint32_t kClaims = 4;
 constexpr std::uint32_t round_counts(std::uint32_t most) { return kClaims + kPieceOps * most; }
 
-// Words of an AllToAll in pieces for peers of other nodes (rounds/remote.cuh): device memory, by set, op and peer, as
-// pieces_word().
+// Words of an AllToAll in pieces for peers of other nodes (rounds/remote.cuh), each a pieces_word(): device memory.
 enum class RemoteWord : std::uint32_t { Told, Landed, Room };
 inline constexpr std::uint32_t kRemoteWords = 3;
 struct RemoteRounds {
@@ -222,36 +226,46 @@ struct DispatchHooks {
   std::uint32_t row_units = 1;
 };
 
-struct DispatchArguments {
-  Common common;
+// Inputs of a dispatch from its caller.
+struct Tokens {
   const char* x = nullptr;
   std::uint64_t x_stride = 0;  // bytes; rows start at multiples of 16
   const char* scales = nullptr;  // x's, when the caller quantised
   ScaleStrides scale;
   const void* ids = nullptr;  // null: the plan is given
   bool wide_ids = false;  // int64
-  bool send = true, recv = true;
-  std::uint32_t tokens = 0, own = 0;  // own: those that this rank sends
-  std::uint32_t tokens_per_unit = 1, units = 1;  // that send
+  std::uint32_t tokens = 0;
   const float* weights = nullptr;  // [tokens, top_k]; null: ones
+};
+
+// First in all arguments.
+struct LaunchArguments {
+  Common common;
+};
+
+struct DispatchArguments : LaunchArguments, Tokens {
+  bool send = true, recv = true;
+  std::uint32_t own = 0;  // tokens that this rank sends
+  std::uint32_t tokens_per_unit = 1, units = 1;  // that send
   PlanView plan;
   ReceivedView received;
   Output out;
   std::uint32_t tokens_per_chunk = 0, chunks = 0;
   std::uint32_t stretches = 0;  // runs of chunks, one for each thread block that sends
+  std::uint32_t under_way = 0;  // tokens of such a thread block that peers need not have been told of
   ChunkCounts chunk_counts;
   DispatchHooks hooks;
   PieceArguments pieces;
 };
 
-// How a combine row is sent: in strips, and in large steps in runs of them.
-struct SentStrips {
+// How a combine row is sent, or received by a warp: in strips, and in large steps sent in runs of them.
+struct Strips {
   int vectors = kSentVectors;  // a lane's, in a strip
   std::uint32_t strips = 0, runs = 0;
   Divider by_strips, by_runs;
 
-  SentStrips() = default;
-  SentStrips(std::uint32_t row_bytes, int vectors)
+  Strips() = default;
+  Strips(std::uint32_t row_bytes, int vectors)
       : vectors(vectors),
         strips(ceil_div(row_bytes, vectors * 512)),
         runs(ceil_div(strips, kStripsTogether)),
@@ -259,43 +273,37 @@ struct SentStrips {
         by_runs(runs) {}
 };
 
-// How a warp receives a combine row: a strip at once.
-struct ReceivedStrips {
-  int vectors = kReceivedVectors;  // a lane's
-  std::uint32_t strips = 0;
-  Divider by_strips;
-
-  ReceivedStrips() = default;
-  ReceivedStrips(std::uint32_t row_bytes, int vectors)
-      : vectors(vectors), strips(ceil_div(row_bytes, vectors * 512)), by_strips(strips) {}
-};
-
-struct CombineArguments {
-  Common common;
-  SentStrips sent;
-  ReceivedStrips received_in;
-  bool sums_own = false;  // large steps: a warp that receives a token sums this rank's own rows of it
+// Inputs of a combine from its caller, and where the result goes.
+struct ExpertOutputs {
   const char* expert_out = nullptr;
   std::uint64_t expert_stride = 0;  // bytes; rows start at multiples of 16
   std::uint64_t expert_rows = 0;
-  bool weighted = true;
-  bool uses_weights = false;
-  bool release = false;
-  bool accumulate = false;
-  bool send = true, recv = true;
-  std::uint32_t tokens = 0, own = 0;
+  bool weighted = true, uses_weights = false, release = false;
   const float* weights = nullptr;  // [tokens, top_k], when uses_weights
-  bool has_tail = false;  // tails are bits, not numbers: a NaN stays the one that it is
   const std::uint32_t* tail = nullptr;  // [tail_rows], Compact [tail_rows, top_k]
   std::uint64_t tail_rows = 0;
-  PlanView plan;
-  ReceivedView received;
+};
+struct Result {
+  std::uint32_t tokens = 0;
+  bool accumulate = false;
+  bool has_tail = false;  // tails are bits, not numbers: a NaN stays the one that it is
   char* y = nullptr;
   std::uint64_t y_stride = 0;  // bytes
   std::uint32_t* tail_out = nullptr;  // [tokens, top_k]
+};
+
+struct CombineArguments : LaunchArguments, ExpertOutputs, Result {
+  Strips sent, received_in;
+  bool sums_own = false;  // large steps: a warp that receives a token sums this rank's own rows of it
+  bool send = true, recv = true;
+  std::uint32_t own = 0;
+  PlanView plan;
+  ReceivedView received;
   PieceArguments pieces;
   bool fetches = false;  // rows of peers that offer theirs
   std::uint64_t made_at = 0;  // where expert_out lies in this rank's heap, if peers may fetch it
+  bool by_node = false;  // the rows of a node's ranks are added first: protocol/nodes.h
+  std::uint16_t node_of[kMaxPeers] = {};  // then: by rank
 };
 
 }  // namespace pplx::cuda

@@ -41,7 +41,7 @@ __device__ inline bool await_vec16s(const Common& k, Phase phase, std::uint32_t 
       if (verdict == Verdict::Busy) begun = nanoseconds();
       if (__any_sync(~0u, verdict == Verdict::Failed)) return false;
       if (__any_sync(~0u, verdict == Verdict::Left) && !__all_sync(~0u, look(true))) {  // all that it sent was there before
-        fail_of_leaving(k, phase, step, peer, 0);
+        fail(k, {AbortReason::Closed, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), 0);
         return false;
       }
     }
@@ -54,26 +54,15 @@ __device__ inline bool is_tagged(const Common& k, const uint4& vec16, std::uint3
   return vec16.w == tag_of(k.generation, step);
 }
 
-// A tag does not tell generation and step apart, so an error takes what was seen for this generation's.
-__device__ inline std::uint64_t seen_in(const Common& k, const uint4& vec16) {
-  return is_blank(vec16) || vec16.w == 0 ? 0 : arrival_word(k.generation, vec16.w - tag_of(k.generation, 0));
-}
-
 // Waits, by one thread, for a tagged vec16. False: something failed.
 static __device__ __noinline__ bool await_tagged(const Common& k, const char* place, Phase phase, std::uint32_t step,
                                                  std::uint32_t peer, uint4& vec16) {
+  // A tag does not tell generation and step apart, so an error takes what was seen for this generation's.
+  const auto seen = [&] {
+    return is_blank(vec16) || vec16.w == 0 ? 0 : arrival_word(k.generation, vec16.w - tag_of(k.generation, 0));
+  };
   const auto came = [&] { return is_tagged(k, vec16 = load_vec16(place), step); };
-  const std::uint64_t first = nanoseconds();
-  std::uint64_t begun = first;
-  for (std::uint32_t i = 1; !came(); ++i) {
-    if (i % kLooksBetween != 0) continue;
-    const Verdict verdict = poll_failure(k, place, i / kLooksBetween, first, begun, phase, step, peer, seen_in(k, vec16));
-    if (verdict == Verdict::Failed) return false;
-    if (verdict == Verdict::Busy) begun = nanoseconds();
-    if (verdict != Verdict::Left || came()) continue;
-    fail_of_leaving(k, phase, step, peer, seen_in(k, vec16));
-    return false;
-  }
+  if (!keep_looking<kLooksBetween>(k, place, phase, step, peer, seen, came)) return false;
   fuzz_delay(k, step);
   return true;
 }

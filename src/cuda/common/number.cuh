@@ -27,39 +27,15 @@ __device__ inline std::uint32_t sum_of_pairs(std::uint32_t a, std::uint32_t b, c
   return a;
 }
 
-struct BFloat16 {
+// Numbers of which a word has two: what BFloat16 and Float16 have in common.
+template <typename T>
+struct Narrow {
   static constexpr int kPerVector = 8;
   __device__ static void unpack(const uint4& v, float* f) {
     const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      f[2 * i] = __uint_as_float(words[i] << 16);
-      f[2 * i + 1] = __uint_as_float(words[i] & 0xffff0000u);
-    }
-  }
-  __device__ static uint4 pack(const float* f) {
-    std::uint32_t words[4];
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      const __nv_bfloat162 pair = __floats2bfloat162_rn(f[2 * i], f[2 * i + 1]);
-      memcpy(&words[i], &pair, 4);
-    }
-    return make_uint4(words[0], words[1], words[2], words[3]);
-  }
-  __device__ static uint4 sum_of_two(const uint4& a, const uint4& b) {
-    return by_words(a, b, [](std::uint32_t x, std::uint32_t y) { return sum_of_pairs(x, y, __floats2bfloat162_rn(0.0f, 0.0f)); });
-  }
-};
-
-struct Float16 {
-  static constexpr int kPerVector = 8;
-  __device__ static void unpack(const uint4& v, float* f) {
-    const std::uint32_t words[4] = {v.x, v.y, v.z, v.w};
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      __half2 pair;
-      memcpy(&pair, &words[i], 4);
-      const float2 both = __half22float2(pair);
+      const float2 both = T::floats(words[i]);
       f[2 * i] = both.x;
       f[2 * i + 1] = both.y;
     }
@@ -68,14 +44,30 @@ struct Float16 {
     std::uint32_t words[4];
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      const __half2 pair = __floats2half2_rn(f[2 * i], f[2 * i + 1]);
+      const auto pair = T::pair(f[2 * i], f[2 * i + 1]);
       memcpy(&words[i], &pair, 4);
     }
     return make_uint4(words[0], words[1], words[2], words[3]);
   }
   __device__ static uint4 sum_of_two(const uint4& a, const uint4& b) {
-    return by_words(a, b, [](std::uint32_t x, std::uint32_t y) { return sum_of_pairs(x, y, __floats2half2_rn(0.0f, 0.0f)); });
+    return by_words(a, b, [](std::uint32_t x, std::uint32_t y) { return sum_of_pairs(x, y, T::pair(0.0f, 0.0f)); });
   }
+};
+
+struct BFloat16 : Narrow<BFloat16> {
+  __device__ static float2 floats(std::uint32_t word) {
+    return make_float2(__uint_as_float(word << 16), __uint_as_float(word & 0xffff0000u));
+  }
+  __device__ static __nv_bfloat162 pair(float a, float b) { return __floats2bfloat162_rn(a, b); }
+};
+
+struct Float16 : Narrow<Float16> {
+  __device__ static float2 floats(std::uint32_t word) {
+    __half2 pair;
+    memcpy(&pair, &word, 4);
+    return __half22float2(pair);
+  }
+  __device__ static __half2 pair(float a, float b) { return __floats2half2_rn(a, b); }
 };
 
 struct Float32 {
@@ -108,6 +100,17 @@ __device__ inline std::uint32_t four_e4m3(const float* f, float multiplier) {
 template <typename Of>
 auto choose_type(Dtype dtype, const Of& of) {
   return dtype == Dtype::BFloat16 ? of(BFloat16()) : dtype == Dtype::Float16 ? of(Float16()) : of(Float32());
+}
+
+// Calls of(T) for the type of a dtype's numbers of kBytes bytes.
+template <std::uint32_t kBytes, typename Of>
+__device__ inline void with_type(Dtype dtype, const Of& of) {
+  if constexpr (kBytes == 4)
+    of(Float32());
+  else if (dtype == Dtype::BFloat16)
+    of(BFloat16());
+  else
+    of(Float16());
 }
 
 }  // namespace pplx::cuda

@@ -2,11 +2,11 @@
 // shared memory of a thread block. tests/emulation has all of it for a CPU.
 #pragma once
 
+#include <cstdint>
+
 #ifdef PPLX_EMULATION
 #include "emulation/device.h"
 #else
-
-#include <cstdint>
 
 namespace pplx::cuda {
 
@@ -118,10 +118,6 @@ __device__ inline uint4 load_input(const char* from) {
 
 // ---- barriers of a thread block, for kOf of its threads ----
 
-template <std::uint32_t kBarrier, std::uint32_t kOf>
-__device__ inline void barrier_sync() {
-  asm volatile("barrier.cta.sync %0, %1;" ::"n"(kBarrier), "n"(kOf) : "memory");
-}
 template <std::uint32_t kOf>
 __device__ inline void barrier_sync(std::uint32_t barrier) {
   asm volatile("barrier.cta.sync %0, %1;" ::"r"(barrier), "n"(kOf) : "memory");
@@ -131,8 +127,7 @@ __device__ inline void barrier_arrive(std::uint32_t barrier) {
   asm volatile("barrier.cta.arrive %0, %1;" ::"r"(barrier), "n"(kOf) : "memory");
 }
 
-// Says that a pointer is to shared memory. A function that is not inlined does not see it, and generic atomics take many times as
-// long.
+// Says that a pointer is to shared memory, in a function that is not inlined: generic atomics take many times as long.
 template <typename T>
 __device__ inline T* known_shared(T* at) {
   __builtin_assume(__isShared(at));
@@ -145,64 +140,16 @@ __device__ inline T* known_global(T* at) {
   return at;
 }
 
-// ---- Once, below: an mbarrier of one phase that one arrival ends ----
+// ---- mbarriers: a phase completes after `arrivals` arrivals and all expected bytes; the first one is 0 ----
 
 __device__ inline std::uint32_t shared_address(const void* at) { return static_cast<std::uint32_t>(__cvta_generic_to_shared(at)); }
-__device__ inline void once_init(std::uint64_t* gate) {
-  asm volatile("mbarrier.init.shared.b64 [%0], 1;" ::"r"(shared_address(gate)) : "memory");
-}
-__device__ inline void once_set(std::uint64_t* gate) {
-  asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared.b64 state, [%0];\n\t}" ::"r"(shared_address(gate)) : "memory");
-}
-__device__ inline void once_wait(std::uint64_t* gate) {
-  std::uint32_t is_open = 0;
-  while (is_open == 0) {
-#if __CUDA_ARCH__ >= 900
-    asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared.b64 p, [%1], 0;\n\tselp.u32 %0, 1, 0, p;\n\t}"
-#else
-    asm volatile("{\n\t.reg .pred p;\n\tmbarrier.test_wait.parity.shared.b64 p, [%1], 0;\n\tselp.u32 %0, 1, 0, p;\n\t}"
-#endif
-                 : "=r"(is_open)
-                 : "r"(shared_address(gate))
-                 : "memory");
-  }
-}
-__device__ inline bool once_is_set(std::uint64_t* gate) {
-  std::uint32_t is_open;
-  asm volatile("{\n\t.reg .pred p;\n\tmbarrier.test_wait.parity.shared.b64 p, [%1], 0;\n\tselp.u32 %0, 1, 0, p;\n\t}"
-               : "=r"(is_open)
-               : "r"(shared_address(gate))
-               : "memory");
-  return is_open != 0;
-}
-
-// ---- bulk copies between shared memory and any other, in multiples of sixteen bytes, and their mbarriers; from sm_90 on ----
-
-#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
-
-// mbarrier: a phase completes after `arrivals` arrivals and all expected bytes. The first phase is 0.
 __device__ inline void mbarrier_init(std::uint64_t* turns, std::uint32_t arrivals) {
-  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;\n\tfence.mbarrier_init.release.cluster;" ::"r"(shared_address(turns)), "r"(arrivals)
-               : "memory");
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(shared_address(turns)), "r"(arrivals) : "memory");
 }
 __device__ inline void mbarrier_arrive(std::uint64_t* turns) {
   asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.shared::cta.b64 state, [%0];\n\t}" ::"r"(shared_address(turns)) : "memory");
 }
-__device__ inline void mbarrier_expect(std::uint64_t* turns, std::uint32_t bytes) {
-  asm volatile("{\n\t.reg .b64 state;\n\tmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n\t}" ::"r"(shared_address(turns)),
-               "r"(bytes)
-               : "memory");
-}
-// Returns true if the phase of this parity is complete. Sleeps for a while if it is not.
-__device__ inline bool phase_wait(std::uint64_t* turns, std::uint32_t parity) {
-  std::uint32_t over;
-  asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
-               : "=r"(over)
-               : "r"(shared_address(turns)), "r"(parity)
-               : "memory");
-  return over != 0;
-}
-// The same, without sleep.
+// Returns true if the phase of this parity is complete.
 __device__ inline bool phase_test(std::uint64_t* turns, std::uint32_t parity) {
   std::uint32_t over;
   asm volatile("{\n\t.reg .pred p;\n\tmbarrier.test_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
@@ -211,64 +158,70 @@ __device__ inline bool phase_test(std::uint64_t* turns, std::uint32_t parity) {
                : "memory");
   return over != 0;
 }
-
-__device__ inline void bulk_load(void* shared, const void* from, std::uint32_t bytes, std::uint64_t* turns) {
-  asm volatile("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
-               "l"(from), "r"(bytes), "r"(shared_address(turns))
+// The same. From sm_90 on it sleeps for a while if it is not.
+__device__ inline bool phase_wait(std::uint64_t* turns, std::uint32_t parity) {
+#if __CUDA_ARCH__ >= 900
+  std::uint32_t over;
+  asm volatile("{\n\t.reg .pred p;\n\tmbarrier.try_wait.parity.shared::cta.b64 p, [%1], %2;\n\tselp.u32 %0, 1, 0, p;\n\t}"
+               : "=r"(over)
+               : "r"(shared_address(turns)), "r"(parity)
                : "memory");
+  return over != 0;
+#else
+  return phase_test(turns, parity);
+#endif
+}
+
+// ---- bulk copies between shared memory and any other, in multiples of sixteen bytes; from sm_90 on ----
+
+// Kernels that have any are not launched elsewhere.
+#if !defined(__CUDA_ARCH__) || __CUDA_ARCH__ >= 900
+#define PPLX_SM90(...) asm volatile(__VA_ARGS__)
+#else
+#define PPLX_SM90(...) __trap()
+#endif
+
+// Orders the initialisation of mbarriers before copies that complete them.
+__device__ inline void fence_mbarriers() { PPLX_SM90("fence.mbarrier_init.release.cluster;" ::: "memory"); }
+__device__ inline void mbarrier_expect(std::uint64_t* turns, std::uint32_t bytes) {
+  PPLX_SM90("{\n\t.reg .b64 state;\n\tmbarrier.arrive.expect_tx.shared::cta.b64 state, [%0], %1;\n\t}" ::"r"(shared_address(turns)),
+            "r"(bytes)
+            : "memory");
+}
+__device__ inline void bulk_load(void* shared, const void* from, std::uint32_t bytes, std::uint64_t* turns) {
+  PPLX_SM90("cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::"r"(shared_address(shared)),
+            "l"(from), "r"(bytes), "r"(shared_address(turns))
+            : "memory");
 }
 // Stores belong to the group that their thread ends next.
 __device__ inline void bulk_store(void* to, const void* shared, std::uint32_t bytes) {
-  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(shared)), "r"(bytes) : "memory");
+  PPLX_SM90("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to), "r"(shared_address(shared)), "r"(bytes)
+            : "memory");
 }
-__device__ inline void bulk_end_group() { asm volatile("cp.async.bulk.commit_group;" ::: "memory"); }
+__device__ inline void bulk_end_group() { PPLX_SM90("cp.async.bulk.commit_group;" ::: "memory"); }
 // Waits until all of this thread's groups but the last kBut have been read from shared memory, or are stored.
 template <std::uint32_t kBut>
 __device__ inline void bulk_await_read() {
-  asm volatile("cp.async.bulk.wait_group.read %0;" ::"n"(kBut) : "memory");
+  PPLX_SM90("cp.async.bulk.wait_group.read %0;" ::"n"(kBut) : "memory");
 }
 template <std::uint32_t kBut>
 __device__ inline void bulk_await_stored() {
-  asm volatile("cp.async.bulk.wait_group %0;" ::"n"(kBut) : "memory");
+  PPLX_SM90("cp.async.bulk.wait_group %0;" ::"n"(kBut) : "memory");
 }
-// Orders what threads have stored in shared memory before copies of it. Unlike the next fence it waits for no store to other
-// memory.
-__device__ inline void fence_shared_copies() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
+// Orders what threads have stored in shared memory before copies of it. It waits for no store to other memory.
+__device__ inline void fence_shared_copies() { PPLX_SM90("fence.proxy.async.shared::cta;" ::: "memory"); }
 // Orders what threads have acquired before copies of it.
-__device__ inline void fence_copies() { asm volatile("fence.proxy.async.global;" ::: "memory"); }
-
-#else
-
-// Stubs: no kernel that is launched uses them.
-__device__ inline void mbarrier_init(std::uint64_t*, std::uint32_t) { __trap(); }
-__device__ inline void mbarrier_arrive(std::uint64_t*) {}
-__device__ inline void mbarrier_expect(std::uint64_t*, std::uint32_t) {}
-__device__ inline bool phase_wait(std::uint64_t*, std::uint32_t) { return true; }
-__device__ inline bool phase_test(std::uint64_t*, std::uint32_t) { return true; }
-__device__ inline void bulk_load(void*, const void*, std::uint32_t, std::uint64_t*) {}
-__device__ inline void bulk_store(void*, const void*, std::uint32_t) {}
-__device__ inline void bulk_end_group() {}
-template <std::uint32_t kBut>
-__device__ inline void bulk_await_read() {}
-template <std::uint32_t kBut>
-__device__ inline void bulk_await_stored() {}
-__device__ inline void fence_shared_copies() {}
-__device__ inline void fence_copies() {}
-
-#endif
+__device__ inline void fence_copies() { PPLX_SM90("fence.proxy.async.global;" ::: "memory"); }
 
 }  // namespace pplx::cuda
 
 // ---- shared memory of a thread block: an object, and what the launch asked for; both may hold anything ----
 
-// Shared memory that a launch asked for begins at a line of 128 bytes (kLine), since a bulk copy that is not in line with lines
-// takes two for each.
+// Launched shared memory begins at a line of 128 bytes (kLine): a bulk copy that is not in line with lines takes two for each.
 #define PPLX_SHARED(Type, name) __shared__ Type name
 #define PPLX_LAUNCHED_SHARED(name) extern __shared__ __align__(128) std::uint32_t name[]
 
 #endif
-
-#include <cstdint>
 
 namespace pplx::cuda {
 
@@ -276,14 +229,17 @@ namespace pplx::cuda {
 struct Once {
   std::uint64_t word;
   // Called by one thread, before the first __syncthreads().
-  __device__ void init() { once_init(&word); }
+  __device__ void init() { mbarrier_init(&word, 1); }
   // Called by all lanes of the warp that has written.
   __device__ void set() {
     __syncwarp();
-    if (threadIdx.x % 32 == 0) once_set(&word);
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(&word);
   }
-  __device__ void wait() { once_wait(&word); }
-  __device__ bool is_set() { return once_is_set(&word); }
+  __device__ void wait() {
+    while (!phase_wait(&word, 0)) {
+    }
+  }
+  __device__ bool is_set() { return phase_test(&word, 0); }
 };
 
 }  // namespace pplx::cuda

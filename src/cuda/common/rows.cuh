@@ -9,19 +9,13 @@ namespace pplx::cuda {
 
 template <typename Ranks>
 __device__ inline std::uint32_t count_ranks(Ranks ranks) {
-  if constexpr (sizeof(Ranks) == sizeof(std::uint32_t))
-    return __popc(ranks);
-  else
-    return __popcll(ranks);
+  return sizeof(Ranks) == sizeof(std::uint32_t) ? __popc(static_cast<std::uint32_t>(ranks)) : __popcll(ranks);
 }
 
 // There is one.
 template <typename Ranks>
 __device__ inline std::uint32_t lowest_rank(Ranks ranks) {
-  if constexpr (sizeof(Ranks) == sizeof(std::uint32_t))
-    return static_cast<std::uint32_t>(__ffs(static_cast<int>(ranks))) - 1;
-  else
-    return static_cast<std::uint32_t>(__ffsll(static_cast<long long>(ranks))) - 1;
+  return (sizeof(Ranks) == sizeof(std::uint32_t) ? __ffs(static_cast<int>(ranks)) : __ffsll(static_cast<long long>(ranks))) - 1;
 }
 
 template <typename Ranks>
@@ -46,6 +40,13 @@ __device__ inline std::uint32_t lane_anew() {
 #endif
 }
 
+// Returns what get() returns in the first lane, to all of a warp.
+template <typename Get>
+__device__ inline std::uint32_t of_first_lane(const Get& get) {
+  std::uint32_t got = 0;
+  if (threadIdx.x % 32 == 0) got = get();
+  return __shfl_sync(~0u, got, 0);
+}
 // The address that a lane has, for all of a warp.
 template <typename T>
 __device__ inline T* of_lane(T* at, int lane) {

@@ -33,11 +33,6 @@ struct EarlyClosed {
   }
 };
 
-// Returns true if this dispatch may write, as it seemed when its thread block began.
-__device__ inline bool may_take_at_once(const Common& k, std::uint32_t step, const ClosedWords& words) {
-  return !words.failed && may_take(k.c, words.by_set[set_of(k.c, step)], step);
-}
-
 // Asks again, and waits if that can help. False: this dispatch has failed.
 [[maybe_unused]] static __device__ __noinline__ bool may_take_later(const Common& k, std::uint32_t step) {
   for (std::uint32_t i = 1;; ++i) {
@@ -52,6 +47,11 @@ __device__ inline bool may_take_at_once(const Common& k, std::uint32_t step, con
   }
   __threadfence_system();  // the peers that hear of this step write where another thread block has just read
   return true;
+}
+// Returns true if this dispatch may write, to all lanes of a warp. words: as they were when its thread block began.
+__device__ inline bool may_take_set(const Common& k, std::uint32_t step, const ClosedWords& words) {
+  const bool at_once = !words.failed && may_take(k.c, words.by_set[set_of(k.c, step)], step);
+  return at_once || of_first_lane([&] { return may_take_later(k, step); }) != 0;
 }
 
 __device__ inline void take_set(const Common& k, std::uint32_t step) {
@@ -74,8 +74,7 @@ __device__ inline void begin_to_close(const Common& k, std::uint32_t step) {
   if (blockIdx.x == 0 && threadIdx.x == 0) atomicOr(closed_at(k, step), kClosing);
 }
 
-// Closes the set: all threads of a block, when it has received all. The next kernel sees everything; one that waits beside this one
-// must be told in order.
+// Closes the set: all threads of a block, when it has received all. A kernel that waits beside this one must be told in order.
 __device__ inline void close_set(const Common& k, std::uint32_t step) {
   __syncthreads();
   if (threadIdx.x != 0) return;
@@ -89,8 +88,7 @@ __device__ inline void close_set(const Common& k, std::uint32_t step) {
 // ---- shares of send units ----
 
 // The send units of a launch are dealt out in shares, one for each thread block: unit u belongs to share u modulo the number of
-// blocks. A thread block takes its own share, so it knows its first unit before it has loaded anything. Then it looks for untaken
-// shares: those of blocks not yet resident.
+// blocks. A thread block takes its own, so it knows its first unit at once. Then it looks for those of blocks not yet resident.
 //
 // A share's word has the step that took it last, so none is ever reset.
 //
@@ -132,8 +130,7 @@ __device__ inline std::uint32_t find_share(const Common& k, Op op, std::uint32_t
   return who == 0 ? kNone : __shfl_sync(~0u, found, __ffs(static_cast<int>(who)) - 1);
 }
 
-// Claims another share for a warp whose block has sent its own; kNone: all are taken. It waits a while, so that a block that has
-// just become resident takes its own.
+// Claims another share for a warp whose block has sent its own; kNone: all are taken. It waits a while: a new block takes its own.
 __device__ inline std::uint32_t take_another_share(const Common& k, Op op, std::uint32_t step, std::uint32_t shares) {
   for (std::uint32_t looks = 1;; ++looks) {
     const std::uint32_t share = find_share(k, op, step, shares);
@@ -142,9 +139,7 @@ __device__ inline std::uint32_t take_another_share(const Common& k, Op op, std::
       __nanosleep(kBetweenLooksNs);
       continue;
     }
-    bool taken = false;
-    if (threadIdx.x % 32 == 0) taken = take_share(k, op, share, step);
-    if (__any_sync(~0u, taken)) return share;
+    if (of_first_lane([&] { return take_share(k, op, share, step); }) != 0) return share;
   }
 }
 

@@ -8,8 +8,7 @@ namespace pplx::cuda {
 
 constexpr std::uint32_t strip_bytes(int vectors) { return vectors * 512; }
 
-// Sums of rows for some 16-byte vectors of each lane, kept in registers. Rows come four at a time, all their loads under way at
-// once; they are added in order.
+// Sums of rows for some 16-byte vectors of each lane, in registers. Four rows are loaded at a time, and added in order.
 template <typename T, int kVectors>
 struct Sums {
   static constexpr int kBatch = 4;
@@ -36,23 +35,13 @@ struct Sums {
   }
 
   // A weight of 1 changes nothing: the sum comes of an addition in any case.
-  __device__ void add_row(const uint4 (&v)[kVectors], float weight) {
+  __device__ void add_row(const uint4 (&v)[kVectors], float weight = 1.0f) {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       float f[T::kPerVector];
       T::unpack(v[j], f);
 #pragma unroll
       for (int e = 0; e < T::kPerVector; ++e) sum[j][e] = __fadd_rn(sum[j][e], __fmul_rn(weight, f[e]));
-    }
-  }
-
-  __device__ void add_row(const uint4 (&v)[kVectors]) {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      float f[T::kPerVector];
-      T::unpack(v[j], f);
-#pragma unroll
-      for (int e = 0; e < T::kPerVector; ++e) sum[j][e] = __fadd_rn(sum[j][e], f[e]);
     }
   }
 
@@ -69,25 +58,21 @@ struct Sums {
       if (begin + j * 512 < end) T::unpack(*reinterpret_cast<const uint4*>(from + begin + j * 512), sum[j]);
   }
 
-  __device__ void store(char* to, std::uint32_t begin, std::uint32_t end) const {
+  // Calls put(place, vec16) for each vector that there is.
+  template <typename Put>
+  __device__ void store(char* to, std::uint32_t begin, std::uint32_t end, const Put& put) const {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j)
-      if (begin + j * 512 < end) store16(to + begin + j * 512, T::pack(sum[j]));
+      if (begin + j * 512 < end) put(to + begin + j * 512, T::pack(sum[j]));
   }
-  __device__ void send(char* to, std::uint32_t begin, std::uint32_t end) const {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j)
-      if (begin + j * 512 < end) store_vec16(to + begin + j * 512, T::pack(sum[j]));
-  }
-  // To a replica. A token without rows adds nothing to what it is accumulated on, and a float of the caller's may look blank: a NaN
-  // all the same.
+  __device__ void store(char* to, std::uint32_t begin, std::uint32_t end) const { store(to, begin, end, store16); }
+  __device__ void send(char* to, std::uint32_t begin, std::uint32_t end) const { store(to, begin, end, store_vec16); }
+  // To a replica. A token without rows leaves what it is accumulated on: a float of the caller's may look blank. It stays a NaN.
   __device__ void give(char* to, std::uint32_t begin, std::uint32_t end) const {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      uint4 v = T::pack(sum[j]);
+    store(to, begin, end, [](char* place, uint4 v) {
       if (is_blank(v)) v.w = 0x7fffffffu;
-      if (begin + j * 512 < end) store_vec16(to + begin + j * 512, v);
-    }
+      store_vec16(place, v);
+    });
   }
 };
 

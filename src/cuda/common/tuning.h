@@ -15,8 +15,7 @@ inline constexpr std::uint32_t kDispatchWarps = kSenderWarps + 1 + kReceiverWarp
 inline constexpr std::uint32_t kSenders = 32 * kSenderWarps;
 inline constexpr std::uint32_t kDispatchThreads = 32 * kDispatchWarps;
 
-// Tokens of a send unit. Long runs share a release and count earlier tokens less often; short ones spread a small step over all
-// multiprocessors.
+// Tokens of a send unit. Long runs share a release and count earlier tokens less often; short ones spread over all multiprocessors.
 inline constexpr std::uint32_t kMostTokensOfUnit = 8;
 constexpr std::uint32_t tokens_per_unit(std::uint32_t tokens, std::uint32_t blocks) {
   return std::min(kMostTokensOfUnit, std::max(1u, (tokens + 2 * blocks - 1) / (2 * blocks)));

@@ -28,8 +28,10 @@ __device__ inline std::uint32_t local_experts_of(const Common& k, std::uint32_t 
 }
 
 // Returns the block that came from the peer, or the one for the peer: in the peer's memory, or in what the proxy sends.
+template <bool kMappedOnly = false>
 __device__ inline char* own_slot(const Common& k, std::uint32_t set, Op op, std::uint32_t peer) {
-  return (is_remote(k, peer) ? k.blocks : k.peers[k.c.rank]) + k.heap.slot_at(k.c, set, op, peer);
+  if (kMappedOnly || !is_remote(k, peer)) return k.peers[k.c.rank] + k.heap.slot_at(k.c, set, op, peer);
+  return k.blocks + k.heap.remote_slot_at(set, op, count_ranks_below(k.remote, peer));
 }
 __device__ inline char* block_for(const Common& k, std::uint32_t set, Op op, std::uint32_t peer) {
   if (!is_remote(k, peer)) return k.peers[peer] + k.heap.slot_at(k.c, set, op, k.c.rank);
@@ -47,6 +49,13 @@ static __device__ __noinline__ void fail(const Common& k, const Abort& what, std
     atomicCAS_system(reinterpret_cast<unsigned long long*>(k.peers[k.order[i]] + Heap::abort_at(k.generation)), 0ull,
                      static_cast<unsigned long long>(word));
   }
+}
+
+// Fails of what a peer must not send. Returns false.
+__device__ inline bool blame(const Common& k, Phase phase, std::uint32_t step, std::uint32_t peer, std::uint64_t expected,
+                             std::uint64_t seen) {
+  fail(k, {AbortReason::Protocol, phase, k.c.rank, peer, step}, expected, seen);
+  return false;
 }
 
 // Returns true if any rank has failed. The host's word lies across PCIe, so callers rarely ask for it.
@@ -76,12 +85,6 @@ enum class Verdict { GoOn, Failed, Left, Busy };
 // A word of a remote peer in this GPU's memory is passed on by a warp that looks at the proxy's (remote/proxy.cuh), and that may
 // wait for another peer meanwhile. The forwarding warp times out first, so the late peer is blamed.
 inline constexpr auto kPassedOnNs = static_cast<std::uint64_t>(deadlines::kPassedOn.seconds * 1e9);
-
-__device__ inline bool is_passed_on(const Common& k, const void* word, std::uint32_t peer) {
-  const auto at = reinterpret_cast<std::uint64_t>(word) - reinterpret_cast<std::uint64_t>(k.peers[k.c.rank]);
-  return is_remote(k, peer) && at < k.heap.shared_bytes;
-}
-
 inline constexpr auto kBusyNs = static_cast<std::uint64_t>(deadlines::kBusy.seconds * 1e9);
 
 // Decides how a long wait goes on. turn: earlier calls of this wait; one in 256 looks across PCIe at the host's words. first: when
@@ -89,7 +92,8 @@ inline constexpr auto kBusyNs = static_cast<std::uint64_t>(deadlines::kBusy.seco
 static __device__ __noinline__ Verdict poll_failure(const Common& k, const void* word, std::uint32_t turn, std::uint64_t first,
                                            std::uint64_t begun, Phase phase, std::uint32_t step, std::uint32_t peer,
                                            std::uint64_t seen) {
-  const bool ask_host = (turn & 255) == 255, passed_on = is_passed_on(k, word, peer);
+  const auto at = reinterpret_cast<std::uint64_t>(word) - reinterpret_cast<std::uint64_t>(k.peers[k.c.rank]);
+  const bool ask_host = (turn & 255) == 255, passed_on = is_remote(k, peer) && at < k.heap.mapped_bytes;
   if (stopped(k, ask_host)) return Verdict::Failed;
   if (ask_host && !passed_on && said_goodbye(k, peer)) return Verdict::Left;
   const std::uint64_t limit = k.timeout_ns * (step == k.c.first_step ? deadlines::kFirstStepFactor : 1) + (passed_on ? kPassedOnNs : 0);
@@ -102,23 +106,19 @@ static __device__ __noinline__ Verdict poll_failure(const Common& k, const void*
   return Verdict::Failed;
 }
 
-__device__ inline void fail_of_leaving(const Common& k, Phase phase, std::uint32_t step, std::uint32_t peer, std::uint64_t seen) {
-  fail(k, {AbortReason::Closed, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), seen);
-}
-
-// Calls look() until it returns true. False: something failed.
-template <typename Look>
+// Calls look() until it returns true; false after a failure, which tells of seen(). kLooks: between two calls of poll_failure().
+template <std::uint32_t kLooks = 256, typename Seen, typename Look>
 __device__ inline bool keep_looking(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer,
-                                    const std::uint64_t& seen, const Look& look) {
+                                    const Seen& seen, const Look& look) {
   const std::uint64_t first = nanoseconds();
   std::uint64_t begun = first;
   for (std::uint32_t i = 1; !look(); ++i) {
-    if (i % 256 != 0) continue;
-    const Verdict verdict = poll_failure(k, word, i / 256, first, begun, phase, step, peer, seen);
+    if (i % kLooks != 0) continue;
+    const Verdict verdict = poll_failure(k, word, i / kLooks, first, begun, phase, step, peer, seen());
     if (verdict == Verdict::Failed) return false;
     if (verdict == Verdict::Busy) begun = nanoseconds();
     if (verdict != Verdict::Left || look()) continue;
-    fail_of_leaving(k, phase, step, peer, seen);
+    fail(k, {AbortReason::Closed, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), seen());
     return false;
   }
   return true;
@@ -128,7 +128,7 @@ template <Match match>
 __device__ __noinline__ bool wait_long(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer,
                                        std::uint64_t& seen) {
   // Each acquire makes its multiprocessor forget what it has in L1, the stacks of other warps among it: there is one, at the end.
-  return keep_looking(k, word, phase, step, peer, seen, [&] {
+  return keep_looking(k, word, phase, step, peer, [&] { return seen; }, [&] {
     seen = load_relaxed(word);
     if (!matches<match>(k, seen, step)) return false;
     seen = load_acquire(word);
@@ -145,8 +145,7 @@ __device__ inline bool wait(const Common& k, const void* word, Phase phase, std:
   return good;
 }
 
-// Returns true if all lanes of a warp succeeded, after some have waited. Then every lane sees what any of them has waited for; a
-// vote alone orders no memory.
+// Returns true if all lanes of a warp succeeded. Then every lane sees what any has waited for; a vote alone orders no memory.
 __device__ inline bool all_of_warp(bool good) {
   __syncwarp();
   return __all_sync(~0u, good);

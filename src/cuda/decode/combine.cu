@@ -1,18 +1,17 @@
 // combine() of few tokens.
+#include "../host/launch_table.h"
 #include "combine_kernel.cuh"
 
-namespace pplx::cuda {
-namespace decode {
+namespace pplx::cuda::decode {
 
 Choice<CombineArguments> choose_general(const Config& config);  // remote/combine.cu
 
 Choice<CombineArguments> choose(const Config& c, const CombineCall& call) {
-  if (!call.mapped_only) return choose_general(c);
+  if (!call.mapped_only || in_pieces(c)) return choose_general(c);
   return choose_type(c.dtype, [&](auto type) -> Choice<CombineArguments> {
     using T = decltype(type);
     return {"decode::combine", call.few ? combine<T, true, kSentVectorsOfFew> : combine<T, true, kSentVectors>, kCombineThreads, 0};
   });
 }
 
-}  // namespace decode
-}  // namespace pplx::cuda
+}  // namespace pplx::cuda::decode

@@ -1,17 +1,16 @@
 // The kernels of combine(): one launch, or one per half; release() is a combine without rows.
 #pragma once
 
-#include "../common/choice.h"
+#include "../host/launch_table.h"
 #include "combine_recv.cuh"
 
-namespace pplx::cuda {
-namespace decode {
+namespace pplx::cuda::decode {
 namespace {
 
 // kMappedOnly: see is_mapped_only(); the other kernels handle every case. kSent: vectors of a lane, in a strip that is sent.
 template <typename T, bool kMappedOnly, int kSent>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(const __grid_constant__ CombineArguments a) {
-  PPLX_SHARED(CombineShared, s);
+  PPLX_SHARED(typename CombineExtras<kMappedOnly>::Shared, s);
   const Common& k = a.common;
   const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
   mark_stage(k, Stage::CombineBegins);
@@ -22,7 +21,12 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(
   if (!begin_combine(a, step, kCombineWarps, s)) return;
   s.entries[threadIdx.x] = entry;  // registers are for the sums meanwhile
   if (a.recv) begin_to_close(k, step);
-  if (a.send) {
+  bool rounds = false;
+  if constexpr (!kMappedOnly) {
+    rounds = k.heap.in_pieces && s.many != 0;
+    if (rounds) CombineExtras<kMappedOnly>::template send_rounds<T>(a, step, s);
+  }
+  if (a.send && !rounds) {
     const CombineUnits units(a, s);
     const std::uint32_t senders = kCombineWarps - (kMappedOnly && a.recv ? receivers_of_combine(units.all, gridDim.x) : 0);
     if (threadIdx.x / 32 == kCombineWarps - 1) {  // the others ask whose the block's share is when their first sums are ready
@@ -42,5 +46,4 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(
 }
 
 }  // namespace
-}  // namespace decode
-}  // namespace pplx::cuda
+}  // namespace pplx::cuda::decode

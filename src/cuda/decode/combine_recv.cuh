@@ -1,4 +1,4 @@
-// combine_recv: a warp per strip of a token takes it from each of its rows, and adds them, ranks ascending. Every
+// combine_recv: a warp per strip of a token takes it from each of its rows, and adds them, ranks ascending, or by node. Every
 // peer's header is waited for too: it says that the peer has read this rank's dispatch.
 #pragma once
 
@@ -10,20 +10,16 @@ namespace pplx::cuda {
 __device__ inline bool check_combine_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, std::uint32_t rows,
                                             std::uint32_t its_flags) {
   const Common& k = a.common;
-  const std::uint32_t expected = a.release ? 0 : a.plan.rows[peer];
-  const std::uint32_t flags = flags_of(a);
-  if ((its_flags & kFlagsAlike) != flags)
-    fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, kFlags | flags, its_flags);
-  else if (rows != expected)
-    fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, peer, step}, expected, rows);
+  const std::uint32_t expected = a.release ? 0 : a.plan.rows[peer], flags = flags_of(a);
   if ((its_flags & kOverflowed) != 0) k.report->notices.overflowed = 1 + peer;
-  return (its_flags & kFlagsAlike) == flags && rows == expected;
+  if ((its_flags & kFlagsAlike) != flags) return blame(k, Phase::CombineRecv, step, peer, kFlags | flags, its_flags);
+  return rows == expected || blame(k, Phase::CombineRecv, step, peer, expected, rows);
 }
 
 __device__ inline void receive_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
   const Common& k = a.common;
   uint4 vec16;
-  if (!await_tagged(k, own_slot(k, set_of(k.c, step), Op::Combine, peer), Phase::CombineRecv, step, peer, vec16)) return;
+  if (!await_tagged(k, own_slot<true>(k, set_of(k.c, step), Op::Combine, peer), Phase::CombineRecv, step, peer, vec16)) return;
   if (vec16.z == peer)
     check_combine_header(a, step, peer, vec16.x, vec16.y);
   else
@@ -116,21 +112,31 @@ template <typename T, bool kGives, bool kMappedOnly>
 __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, std::uint32_t entry) {
   const Common& k = a.common;
   const std::uint32_t own = a.received_in.by_strips.divide(unit), strip = unit - own * a.received_in.strips;
+  std::uint32_t ends = 0;
+  if constexpr (!kMappedOnly) ends = CombineExtras<kMappedOnly>::order_by_node(a, entry);
   const std::uint32_t n = __popc(__ballot_sync(~0u, entry != kNone)), rank = entry >> 20;
   char* row = nullptr;
-  if (entry != kNone) row = own_slot(k, set_of(k.c, step), Op::Combine, rank) + k.combine.row_at(entry & 0xfffffu);
+  if (entry != kNone) row = own_slot<kMappedOnly>(k, set_of(k.c, step), Op::Combine, rank) + k.combine.row_at(entry & 0xfffffu);
   const std::uint32_t begin = strip * strip_bytes(kReceivedVectors) + threadIdx.x % 32 * 16;
   const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kReceivedVectors));
   char* y = a.y + std::uint64_t{k.slice.token(own)} * a.y_stride;
-  Sums<T, kReceivedVectors> sums;
+  Sums<T, kReceivedVectors> sums, of_node;
+  if constexpr (!kMappedOnly) of_node.start(-0.0f);
   if (a.accumulate) sums.load(y, begin, end);
   for (std::uint32_t first = 0; first < n; first += ArrivingStrips::kRows) {
     ArrivingStrips strips(begin, end);
     if (!await_strips<kMappedOnly>(a, step, first, n, row, entry, strips)) return false;
     mark_stage(k, Stage::Came);
 #pragma unroll
-    for (int i = 0; i < strips.kRows; ++i)
-      if (strips.row[i] != nullptr) sums.add_row(strips.v[i], 1.0f);
+    for (int i = 0; i < strips.kRows; ++i) {
+      if (strips.row[i] == nullptr) continue;
+      if (kMappedOnly || ends == 0) {
+        sums.add_row(strips.v[i], 1.0f);
+      } else if constexpr (!kMappedOnly) {
+        of_node.add_row(strips.v[i]);
+        if ((ends >> (first + i) & 1) != 0) CombineExtras<kMappedOnly>::add_node(sums, of_node);
+      }
+    }
     strips.make_places_blank();
   }
   sums.store(y, begin, end);

@@ -22,6 +22,11 @@ struct CombineShared {
   std::uint32_t entries[kCombineThreads];  // each lane's row of its warp's first unit to receive
 };
 
+template <>
+struct CombineExtras<true> {
+  using Shared = CombineShared;
+};
+
 // Returns true if a source has many tokens: its rows have arrival words.
 __device__ inline bool has_many(const CombineShared& s, std::uint32_t source) { return (s.many >> source & 1) != 0; }
 
@@ -67,17 +72,11 @@ struct CombineUnits {
     }
     headers = k.living;
     all = headers + rows * runs;
-    if (!small) common = common_rows(k, s);
-  }
- private:
-  // Returns the least number of rows of any source. All lanes of a warp call it.
-  __device__ std::uint32_t common_rows(const Common& k, const CombineShared& s) const {
+    if (small) return;
     std::uint32_t least = k.most_rows;
     for (std::uint32_t r = threadIdx.x % 32; r < k.c.world; r += 32)
       if ((k.dead >> r & 1) == 0) least = min(least, s.rows_begin[r + 1] - s.rows_begin[r]);
-#pragma unroll
-    for (int i = 1; i < 32; i *= 2) least = min(least, __shfl_xor_sync(~0u, least, i));
-    return least;
+    common = __reduce_min_sync(~0u, least);
   }
 };
 
@@ -88,9 +87,7 @@ __device__ inline std::uint32_t unit_of_share(std::uint32_t share, std::uint32_t
   return nth * gridDim.x + in_round;
 }
 
-// Rows go back in the order in which all sources have them, the first of each, the second of each, sources from rank + 1 on: every
-// rank is sent to by all at the same rate, and its tokens are complete one after the other. What some sources have more of than
-// others follows, by source.
+// Rows go back as in plan/runs.cuh, in runs of one: all send to a rank at the same rate, and its tokens end in order.
 struct RowOfUnit {
   std::uint32_t source = 0, row = 0;
 
@@ -190,17 +187,12 @@ __device__ inline void sum_row(const CombineArguments& a, const Places& places, 
   sums.add(n, begin, end, pointer, weight_of);
 }
 
-// Returns the row, among all that are sent, of a run of strips.
-__device__ inline std::uint32_t row_of_run(const CombineArguments& a, const CombineUnits& units, std::uint32_t run) {
-  return units.runs == 1 ? run : units.small ? a.sent.by_strips.divide(run) : a.sent.by_runs.divide(run);
-}
-
 // Strips [strip, strip + together) of the nth row, as far as it has them. own: of this block's own share.
 template <typename T, bool kMappedOnly, int kVectors>
 __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step, std::uint32_t run, const CombineUnits& units,
                                    Places& places, bool loaded, bool own, CombineShared& s) {
   const Common& k = a.common;
-  const std::uint32_t nth = row_of_run(a, units, run);
+  const std::uint32_t nth = units.runs == 1 ? run : units.small ? a.sent.by_strips.divide(run) : a.sent.by_runs.divide(run);
   const RowOfUnit of(k, s, units, nth);
   std::uint32_t strip = (run - nth * units.runs) * units.together;
   if (!loaded) places.load<kMappedOnly>(a, s.rows_begin[of.source] + of.row);
@@ -243,17 +235,6 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   publish(k, to + k.combine.arrival_at, arrival_word(k.generation, step));  // a tail is any bits: no blank shows that it came
 }
 
-template <typename T, bool kMappedOnly, int kVectors>
-__device__ inline void send_unit(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, const CombineUnits& units,
-                                 Places& places, bool loaded, bool own, CombineShared& s) {
-  const Common& k = a.common;
-  if (unit >= units.headers) {
-    send_strips<T, kMappedOnly, kVectors>(a, step, unit - units.headers, units, places, loaded, own, s);
-    return;
-  }
-  if (may_store(s, own)) send_combine_header<kMappedOnly>(a, step, k.order[unit], s, units.runs);
-}
-
 // Loads a warp's first unit, if the step is a small one, before the kernel knows how many rows there are.
 template <bool kMappedOnly>
 __device__ inline void load_first_places(const CombineArguments& a, Places& places) {
@@ -283,9 +264,11 @@ __device__ inline void send_combine(const CombineArguments& a, std::uint32_t ste
       nth = 0;
     }
     const std::uint32_t unit = unit_of_share(share, nth);
-    if (unit < units.all) send_unit<T, kMappedOnly, kVectors>(a, step, unit, units, places, loaded, own, s);
-    if (threadIdx.x % 32 == 0) nth = own ? senders + atomicAdd(&s.sent, 1u) : nth + 1;
-    nth = __shfl_sync(~0u, nth, 0);
+    if (unit >= units.headers && unit < units.all)
+      send_strips<T, kMappedOnly, kVectors>(a, step, unit - units.headers, units, places, loaded, own, s);
+    else if (unit < units.headers && may_store(s, own))
+      send_combine_header<kMappedOnly>(a, step, k.order[unit], s, units.runs);
+    nth = of_first_lane([&] { return own ? senders + atomicAdd(&s.sent, 1u) : nth + 1; });
   }
 }
 

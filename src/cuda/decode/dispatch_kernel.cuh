@@ -1,11 +1,11 @@
 // The kernels of dispatch(): one launch, or one per half.
 #pragma once
 
-#include "../common/choice.h"
+#include "../host/launch_table.h"
 #include "dispatch_recv.cuh"
 #include "dispatch_send.cuh"
 
-namespace pplx::cuda {
+namespace pplx::cuda::decode {
 namespace {
 
 struct DispatchShared {
@@ -24,11 +24,6 @@ __device__ inline std::uint32_t hear_step(const Common& k, const SendShared& s) 
   mark_stage(k, Stage::Claimed);
   return s.step;
 }
-
-}  // namespace
-
-namespace decode {
-namespace {
 
 // kMappedOnly: see is_mapped_only(); the other kernels handle every case. kHooks: the launch raises words of hooks.
 template <typename Mode, bool kMappedOnly, bool kHooks>
@@ -78,11 +73,11 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_con
   stamp(k, Op::Dispatch, step, begun);
 }
 
-inline Choice<DispatchArguments> decode_choice(const char* name, const Config& c, void (*kernel)(DispatchArguments)) {
+// more: bytes of shared memory behind the places of experts.
+inline Choice<DispatchArguments> decode_choice(const char* name, const Config& c, void (*kernel)(DispatchArguments), std::uint32_t more = 0) {
   const auto counts = static_cast<std::uint32_t>(align_up(c.num_experts, kNumbersOfVec16));
-  return {name, kernel, kDispatchThreads, 4 * (counts + (c.world + 1) * kNumbersOfVec16 * expert_vec16s(c))};
+  return {name, kernel, kDispatchThreads, 4 * (counts + (c.world + 1) * kNumbersOfVec16 * expert_vec16s(c)) + more};
 }
 
 }  // namespace
-}  // namespace decode
-}  // namespace pplx::cuda
+}  // namespace pplx::cuda::decode

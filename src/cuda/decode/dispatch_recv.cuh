@@ -1,5 +1,4 @@
-// dispatch_recv of few tokens: while two warps find out where rows go, the others fetch what has come of them. A warp copies a part
-// of a row to each of its output rows.
+// dispatch_recv of few tokens: two warps find out where rows go. The others fetch parts of rows, and copy each to its output rows.
 #pragma once
 
 #include "../common/arrival.cuh"
@@ -7,8 +6,7 @@
 
 namespace pplx::cuda {
 
-// A warp's part of a row: vec16s of payload, of the route, and with the last part of scales. They are loaded before it is known
-// where they go.
+// A warp's part of a row, loaded before it is known where it goes: vec16s of payload, of the route, with the last part of scales.
 struct ArrivedPart {
   static constexpr std::uint32_t kVectors = kPartBytes / 512;
   static constexpr std::uint32_t kScale = kVectors, kRoute = kVectors + 1;  // bits
@@ -44,18 +42,14 @@ struct ArrivedPart {
     if ((bits >> kScale & 1) != 0) scale = load_vec16(scale_at(k));
     if ((bits >> kRoute & 1) != 0) route = load_vec16(row + k.dispatch.route_at + threadIdx.x % 32 * 16);
   }
-  // Takes note of those that have come.
-  __device__ void note_come(const Common& k, std::uint32_t step, std::uint32_t bits) {
+  __device__ bool look(const Common& k, std::uint32_t step, bool all) {
+    const std::uint32_t bits = looked_at(missing, all);
+    load(k, bits);
 #pragma unroll
     for (std::uint32_t j = 0; j < kVectors; ++j)
       if ((bits >> j & 1) != 0 && !is_blank(payload[j])) missing &= ~(1u << j);
     if ((bits >> kScale & 1) != 0 && !is_blank(scale)) missing &= ~(1u << kScale);
     if ((bits >> kRoute & 1) != 0 && is_tagged(k, route, step)) missing &= ~(1u << kRoute);
-  }
-  __device__ bool look(const Common& k, std::uint32_t step, bool all) {
-    const std::uint32_t bits = looked_at(missing, all);
-    load(k, bits);
-    note_come(k, step, bits);
     return (missing & bits) == 0;
   }
   __device__ void make_places_blank(const Common& k) const {
@@ -147,7 +141,7 @@ __device__ inline bool receive_part(const DispatchArguments& a, std::uint32_t st
   r.source = 0;
   while (s.rows_begin[r.source + 1] <= r.at) ++r.source;
   const std::uint32_t number = r.at - s.rows_begin[r.source];
-  ArrivedPart part(k, own_slot(k, set_of(k.c, step), Op::Dispatch, r.source) + k.dispatch.row_at(number), nth);
+  ArrivedPart part(k, own_slot<kMappedOnly>(k, set_of(k.c, step), Op::Dispatch, r.source) + k.dispatch.row_at(number), nth);
   const bool mapped = kMappedOnly || !is_remote(k, r.source), shows = mapped && number < s.showing[r.source];
   if (!fetch_part<kMappedOnly>(k, step, r.source, number, shows, part)) return false;
   mark_stage(k, Stage::RowThere);
@@ -177,12 +171,13 @@ __device__ inline void receive_dispatch(const DispatchArguments& a, std::uint32_
   const Common& k = a.common;
   s.rows_known.wait();
   if (!s.good) return;
+  if constexpr (!kMappedOnly)
+    if (k.heap.in_pieces && s.many != 0) return DispatchExtras<kMappedOnly>::template receive_rounds<kHooks>(a, step, s, e);
   const std::uint32_t rows = s.rows_begin[k.c.world] * k.parts;
   const std::uint32_t padding = k.c.zero_pad && k.c.layout == LayoutKind::Ragged ? k.experts : 0;
   for (;;) {
-    std::uint32_t unit = 0;
-    if (threadIdx.x % 32 == 0) unit = atomicAdd(&s.next, 1) * gridDim.x + blockIdx.x;
-    unit = __shfl_sync(~0u, unit, 0);  // neighbours go to different multiprocessors: small steps use them all
+    // Neighbours go to different multiprocessors: small steps use them all.
+    const std::uint32_t unit = of_first_lane([&] { return atomicAdd(&s.next, 1) * gridDim.x + blockIdx.x; });
     if (unit < rows) {
       if (!receive_part<kMappedOnly, kHooks>(a, step, unit, s, e)) return;
     } else if (unit < rows + padding) {

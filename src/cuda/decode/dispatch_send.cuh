@@ -13,15 +13,14 @@ namespace pplx::cuda {
 
 // ---- where senders and publisher meet ----
 
-// The senders go on while the publisher waits until their stores have reached the peers: a release at system scope takes as long as
-// the link is behind.
+// The senders go on while the publisher waits for their stores: a release at system scope takes as long as the link is behind.
 inline constexpr std::uint32_t kAmongSenders = 1;
 inline constexpr std::uint32_t kStored = 2;     // and 3, for units in turn: senders to publisher
 inline constexpr std::uint32_t kPublished = 4;  // and 5: publisher to senders
 inline constexpr std::uint32_t kClaimed = 6;    // publisher to senders, once: whose the block's share is
 inline constexpr std::uint32_t kSendersAndPublisher = kSenders + 32;
 
-__device__ inline void sync_senders() { barrier_sync<kAmongSenders, kSenders>(); }
+__device__ inline void sync_senders() { barrier_sync<kSenders>(kAmongSenders); }
 // One side signals, the other waits.
 __device__ inline void signal(std::uint32_t barrier) {
   __threadfence_block();
@@ -135,11 +134,7 @@ __device__ inline void claim_own(const DispatchArguments& a, SendShared& s) {
   const std::uint32_t step = s.step, lane = threadIdx.x % 32;
   bool mine = false;
   if (lane == 0 && blockIdx.x < a.units) mine = take_share(k, Op::Dispatch, blockIdx.x, step);
-  bool taken = may_take_at_once(k, step, s.closed);
-  if (!taken) {
-    if (lane == 0) taken = may_take_later(k, step);
-    taken = __shfl_sync(~0u, taken, 0);
-  }
+  const bool taken = may_take_set(k, step, s.closed);
   if constexpr (!kMappedOnly)
     if (k.remote != 0) {
       const bool good = DispatchExtras<kMappedOnly>::may_write_blocks(k, step);
@@ -428,8 +423,7 @@ __device__ inline void send_dispatch(const DispatchArguments& a, EarlyLoads<Mode
   signal(kStored + turn);
 }
 
-// Publishes units: the publisher's part of a launch. The senders have stored, and arrived at a barrier: one release covers what all
-// of them wrote.
+// The publisher's part of a launch. Senders have stored, and arrived at a barrier: one release covers what all of them wrote.
 template <bool kMappedOnly>
 __device__ inline void publish_dispatch(const DispatchArguments& a, SendShared& s) {
   const Common& k = a.common;

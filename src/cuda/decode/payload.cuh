@@ -20,28 +20,27 @@ struct Payload<AsIs> {
   static constexpr std::uint32_t kBytes = kVec16s * kSenders * 16;  // all threads' share of a row
   uint4 raw[kVec16s];
 
-  __device__ void load(const Common&, const char* x, std::uint32_t bytes, std::uint32_t at) {
+  // Calls visit(place, vec16) for those that the row has.
+  template <typename Self, typename Visit>
+  __device__ static void each(Self& self, std::uint32_t bytes, std::uint32_t at, const Visit& visit) {
 #pragma unroll
     for (std::uint32_t i = 0; i < kVec16s; ++i) {
       const std::uint32_t from = at + (i * kSenders + threadIdx.x) * 16;
-      if (from < bytes) raw[i] = load_input(x + from);
+      if (from < bytes) visit(from, self.raw[i]);
     }
+  }
+  __device__ void load(const Common&, const char* x, std::uint32_t bytes, std::uint32_t at) {
+    each(*this, bytes, at, [&](std::uint32_t from, uint4& vec16) { vec16 = load_input(x + from); });
   }
   __device__ void prepare(const Common&) {}
   // False: some vec16 looks blank.
   __device__ bool shows(std::uint32_t bytes, std::uint32_t at) const {
     bool all = true;
-#pragma unroll
-    for (std::uint32_t i = 0; i < kVec16s; ++i)
-      if (at + (i * kSenders + threadIdx.x) * 16 < bytes) all = all && !is_blank(raw[i]);
+    each(*this, bytes, at, [&](std::uint32_t, const uint4& vec16) { all = all && !is_blank(vec16); });
     return all;
   }
   __device__ void store(const Common&, char* row, std::uint32_t bytes, std::uint32_t at) const {
-#pragma unroll
-    for (std::uint32_t i = 0; i < kVec16s; ++i) {
-      const std::uint32_t from = at + (i * kSenders + threadIdx.x) * 16;
-      if (from < bytes) store_vec16(row + from, raw[i]);
-    }
+    each(*this, bytes, at, [&](std::uint32_t from, const uint4& vec16) { store_vec16(row + from, vec16); });
   }
 };
 
@@ -71,7 +70,10 @@ struct Payload<Quantised<kElementBytes>> {
   // Makes codes and scales of what was loaded.
   __device__ void prepare(const Common& k) {
     float f[16];
-    unpack(k.c.dtype, f);
+    with_type<kElementBytes>(k.c.dtype, [&](auto type) {
+#pragma unroll
+      for (std::uint32_t i = 0; i < kLoads; ++i) type.unpack(raw[i], f + i * 16 / kElementBytes);
+    });
     std::uint32_t largest = 0;
 #pragma unroll
     for (int i = 0; i < 16; ++i) largest = max(largest, __float_as_uint(f[i]) & 0x7fffffffu);
@@ -85,7 +87,13 @@ struct Payload<Quantised<kElementBytes>> {
     if (largest < 0x7f800000u)
       codes = make_uint4(four_e4m3(f, s.multiplier), four_e4m3(f + 4, s.multiplier), four_e4m3(f + 8, s.multiplier),
                          four_e4m3(f + 12, s.multiplier));
-    const std::uint32_t word = scale_word(k.c.wire, s.scale);
+    // Eight threads share a word. If a scale is a byte, each of them has one of the word's four.
+    std::uint32_t word = bits_of(s.scale);
+    if (k.c.wire == Wire::MXFP8) {
+      word = std::uint32_t{to_e8m0(s.scale)} << threadIdx.x % 8 / 2 * 8;
+      word |= __shfl_xor_sync(~0u, word, 2);
+      word |= __shfl_xor_sync(~0u, word, 4);
+    }
     row.codes = codes;
     row.scales =
         make_uint4(__shfl_sync(~0u, word, 0), __shfl_sync(~0u, word, 8), __shfl_sync(~0u, word, 16), __shfl_sync(~0u, word, 24));
@@ -100,27 +108,6 @@ struct Payload<Quantised<kElementBytes>> {
     if (from >= bytes) return;
     store_vec16(to + from, row.codes);
     if (threadIdx.x % 32 == 0) store_vec16(to + k.dispatch.scales_at + from / 512 * 16, row.scales);
-  }
-
- private:
-  __device__ void unpack(Dtype dtype, float* f) const {
-    constexpr int kPerLoad = 16 / kElementBytes;
-#pragma unroll
-    for (std::uint32_t i = 0; i < kLoads; ++i) {
-      if (kElementBytes == 4)
-        Float32::unpack(raw[i], f + i * kPerLoad);
-      else if (dtype == Dtype::BFloat16)
-        BFloat16::unpack(raw[i], f + i * kPerLoad);
-      else
-        Float16::unpack(raw[i], f + i * kPerLoad);
-    }
-  }
-  // Eight threads share a word. If a scale is a byte, each of them has one of the word's four.
-  __device__ static std::uint32_t scale_word(Wire wire, float scale) {
-    if (wire != Wire::MXFP8) return bits_of(scale);
-    std::uint32_t word = std::uint32_t{to_e8m0(scale)} << threadIdx.x % 8 / 2 * 8;
-    word |= __shfl_xor_sync(~0u, word, 2);
-    return word | __shfl_xor_sync(~0u, word, 4);
   }
 };
 

@@ -4,14 +4,12 @@
 #include "../remote/dispatch_extras.cuh"
 #include "hooks.cuh"
 
-namespace pplx::cuda {
-namespace decode {
+namespace pplx::cuda::decode {
 
 Choice<DispatchArguments> choose_with_hooks(const Config& c, const DispatchCall& call) {
   return choose_mode(c, call, [&](auto mode) {
-    return decode_choice("decode::dispatch with hooks", c, dispatch<decltype(mode), false, true>);
+    return decode_choice("decode::dispatch with hooks", c, dispatch<decltype(mode), false, true>, bytes_of_rounds(c));
   });
 }
 
-}  // namespace decode
-}  // namespace pplx::cuda
+}  // namespace pplx::cuda::decode

@@ -15,16 +15,8 @@ __global__ void __launch_bounds__(kClearThreads) clear_hooks_kernel(std::uint32_
 
 // Until the word is raised. False: something failed.
 __device__ inline bool await_raised(const AwaitedExperts& a, const std::uint32_t* word) {
-  const Common& k = a.common;
-  const std::uint64_t first = nanoseconds();
-  std::uint64_t begun = first;
-  for (std::uint32_t i = 1; !is_raised(load_acquire_here(word)); ++i) {
-    if (i % 256 != 0) continue;
-    const Verdict verdict = poll_failure(k, word, i / 256, first, begun, Phase::DispatchRecv, *a.step, k.c.rank, 0);
-    if (verdict == Verdict::Failed) return false;
-    if (verdict == Verdict::Busy) begun = nanoseconds();
-  }
-  return true;
+  const auto came = [&] { return is_raised(load_acquire_here(word)); };
+  return keep_looking(a.common, word, Phase::DispatchRecv, *a.step, a.common.c.rank, [] { return 0; }, came);
 }
 
 // One warp: whatever is launched behind it has these experts' rows. Its registers are few, so it finds room beside any other kernel.

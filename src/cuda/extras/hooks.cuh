@@ -13,7 +13,7 @@ struct HookWords<true> {
   // Counts `units` of a row that this warp has stored. place: where this lane's choice went; Compact: the row.
   __device__ static void count_placed(const DispatchArguments& a, std::uint32_t place, std::uint32_t units) {
     const Config& c = a.common.c;
-    const bool mine = place != kNone && (c.layout != LayoutKind::Compact || threadIdx.x % 32 == 0);
+    const bool mine = a.hooks.planned != nullptr && place != kNone && (c.layout != LayoutKind::Compact || threadIdx.x % 32 == 0);
     __syncwarp();
     if (!mine) return;
     fuzz_delay(a.common, place);
@@ -28,8 +28,7 @@ struct HookWords<true> {
       add_in_order(a.hooks.arrived + hook_word_of(a.common.c, place), a.hooks.row_units);
   }
 
-  // Raises `planned` by the warp that has told the caller counts and offsets, and lets each word of `arrived` expect the rows of
-  // its block.
+  // Raises `planned` by the warp that has told the caller counts and offsets. Each word of `arrived` expects its block's rows then.
   __device__ static void raise_planned(const DispatchArguments& a, const ReceiveShared& s, const Experts& e) {
     __syncwarp();
     for (std::uint32_t word = threadIdx.x % 32; word < a.hooks.words; word += 32) {
@@ -40,8 +39,7 @@ struct HookWords<true> {
     if (threadIdx.x % 32 == 0 && a.hooks.planned != nullptr) add_in_order(a.hooks.planned, kRaised);
   }
 
-  // Raises all words after a failure, by all threads of a block, at its end: after all that the block has counted, so a word that
-  // has overflowed is raised again.
+  // Raises all words after a failure, by all threads of a block, behind all that it has counted: a word may have overflowed.
   __device__ static void raise_after_failure(const DispatchArguments& a) {
     __syncthreads();
     if (!stopped(a.common, false)) return;

@@ -1,13 +1,11 @@
 // Rows of the output that replicas finish for each other. They travel as the rows of a combine do. A tail has an arrival word behind its
 // row. The header, whose word is raised by itself, says what replicas must have in common.
 //
-// No deadlock: a rank sends all that it owes its replicas before it waits for theirs. Its own rows are claimed, so that the thread blocks
-// that run finish all of them.
+// No deadlock: a rank sends all that it owes its replicas before it waits for theirs. Running thread blocks claim its own rows.
 #pragma once
 
-#include "../decode/combine_send.cuh"
-#include "../common/rows.cuh"
-#include "../remote/block_words.cuh"
+#include "../decode/combine_recv.cuh"
+#include "../remote/proxy.cuh"
 
 namespace pplx::cuda {
 
@@ -26,12 +24,11 @@ __device__ inline char* slice_block(const Common& k, std::uint32_t step, std::ui
 // Claims a warp's next unit. The very last claim leaves the count as the set's next step must find it.
 __device__ inline std::uint32_t claim_slice(const Common& k, std::uint32_t step, std::uint32_t units) {
   std::uint32_t* count = &k.control->slices[set_of(k.c, step)];
-  std::uint32_t unit = 0;
-  if (threadIdx.x % 32 == 0) {
-    unit = atomicAdd(count, 1);
+  return of_first_lane([&] {
+    const std::uint32_t unit = atomicAdd(count, 1);
     if (unit == units + kCombineWarps * gridDim.x - 1) *count = 0;
-  }
-  return __shfl_sync(~0u, unit, 0);
+    return unit;
+  });
 }
 
 __device__ inline std::uint32_t slice_flags(const CombineArguments& a) { return a.accumulate ? kAccumulates : 0u; }
@@ -41,15 +38,6 @@ __device__ inline void send_slice_header(const CombineArguments& a, std::uint32_
   write_header(k, slice_block(k, step, replica, k.c.rank), step, a.own, slice_flags(a), threadIdx.x % 32);
   __syncwarp();
   if (threadIdx.x % 32 == 0) raise_at_peer(k, step, Signal::Slice, replica);
-}
-
-template <typename T, int kVectors>
-__device__ inline void give_strip(const Common& k, std::uint32_t step, std::uint32_t own, const Sums<T, kVectors>& sums,
-                                   std::uint32_t begin, std::uint32_t end) {
-  for (std::uint32_t i = 1; i < k.slice.of; ++i) {
-    fuzz_delay(k, std::uint64_t{step} << 32 | i << 24 | begin);
-    sums.give(slice_block(k, step, member(k, k.slice.number + i), k.c.rank) + k.combine.row_at(own), begin, end);
-  }
 }
 
 // `value`: the float of this lane's choice.
@@ -64,7 +52,6 @@ __device__ inline void give_tail(const Common& k, std::uint32_t step, std::uint3
 }
 
 // Takes a strip of a token that a replica finishes, by a warp, in the order in which tokens have them. False: it will not come.
-template <int kVectors>
 __device__ inline bool take_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, others = k.slice.of - 1, strips = a.received_in.strips;
@@ -72,30 +59,13 @@ __device__ inline bool take_strip(const CombineArguments& a, std::uint32_t step,
   const std::uint32_t number = nth % others + (nth % others >= k.slice.number ? 1 : 0), replica = member(k, number);
   const std::uint64_t token = Slice{number, k.slice.of}.token(row);
   char* from = slice_block(k, step, k.c.rank, replica) + k.combine.row_at(row);
-  const std::uint32_t begin = strip * strip_bytes(kVectors) + lane * 16;
-  const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kVectors));
-  uint4 v[kVectors];
-  std::uint32_t missing = 0;  // a bit each
+  const std::uint32_t begin = strip * strip_bytes(kReceivedVectors) + lane * 16;
+  ArrivingStrips arriving(begin, min(k.row_bytes, (strip + 1) * strip_bytes(kReceivedVectors)));
+  if (!await_strips<true>(a, step, 0, 1, from, replica << 20, arriving)) return false;
 #pragma unroll
-  for (int j = 0; j < kVectors; ++j)
-    if (begin + j * 512 < end) missing |= 1u << j;
-  const auto look = [&](bool all) {
-    const std::uint32_t bits = looked_at(missing, all);
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      if ((bits >> j & 1) == 0) continue;
-      v[j] = load_vec16(from + begin + j * 512);
-      if (!is_blank(v[j])) missing &= ~(1u << j);
-    }
-    return (missing & bits) == 0;
-  };
-  if (!await_vec16s(k, Phase::CombineRecv, step, [&] { return replica; }, look)) return false;
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    if (begin + j * 512 >= end) continue;
-    store16(a.y + token * a.y_stride + begin + j * 512, v[j]);
-    make_blank(from + begin + j * 512);
-  }
+  for (int j = 0; j < kReceivedVectors; ++j)
+    if (arriving.has(j)) store16(a.y + token * a.y_stride + begin + j * 512, arriving.v[0][j]);
+  arriving.make_places_blank();
   if (!a.has_tail || strip != strips - 1) return true;
   const bool good = lane != 0 || wait<Match::Exact>(k, from + k.combine.arrival_at, Phase::CombineRecv, step, replica);
   if (!all_of_warp(good)) return false;
@@ -109,14 +79,13 @@ __device__ inline void receive_slice_header(const CombineArguments& a, std::uint
   const Common& k = a.common;
   const std::uint32_t replica = member(k, number), flags = slice_flags(a);
   if (!wait<Match::Reached>(k, arrival(k, step, Signal::Slice, replica), Phase::CombineRecv, step, replica)) return;
-  bool good = true;
-  const BlockHeader h = read_header(k, slice_block(k, step, k.c.rank, replica), Phase::CombineRecv, step, replica, good);
-  if (!good) return;
+  const BlockHeader h = load_header(slice_block(k, step, k.c.rank, replica));
+  if (!check_header(k, h, Phase::CombineRecv, step, replica)) return;
   const std::uint32_t rows = Slice{number, k.slice.of}.tokens(a.tokens);
   if (h.flags != flags)
-    fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, replica, step}, kFlags | flags, h.flags);
+    blame(k, Phase::CombineRecv, step, replica, kFlags | flags, h.flags);
   else if (h.rows != rows)
-    fail(k, {AbortReason::Protocol, Phase::CombineRecv, k.c.rank, replica, step}, rows, h.rows);
+    blame(k, Phase::CombineRecv, step, replica, rows, h.rows);
 }
 
 }  // namespace pplx::cuda

@@ -17,8 +17,7 @@ __device__ inline void write_tail(const CombineArguments& a, std::uint32_t choic
   reinterpret_cast<std::uint32_t*>(to)[lane] = here ? a.tail[compact ? std::uint64_t{from} * k.c.top_k + lane : from] : 0;
 }
 
-// The floats that came behind a token's n rows, those of choices that went nowhere 0. Each of the first n lanes has a row and its
-// rank.
+// The floats that came behind a token's n rows, 0 for choices that went nowhere. The first n lanes have a row and its rank each.
 template <bool kGives>
 __device__ inline void take_tail(const CombineArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t n, const char* row,
                                  std::uint32_t rank) {
@@ -34,18 +33,6 @@ __device__ inline void take_tail(const CombineArguments& a, std::uint32_t step, 
   }
   if (lane < k.c.top_k) a.tail_out[std::uint64_t{k.slice.token(own)} * k.c.top_k + lane] = value;
   if (kGives) give_tail(k, step, own, value);
-}
-
-// Waits for the words behind them. False: they will not come.
-template <bool kGives>
-__device__ inline bool read_tail(const CombineArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t n,
-                                 const char* row, std::uint32_t rank) {
-  const Common& k = a.common;
-  const bool good = threadIdx.x % 32 >= n || is_remote(k, rank) ||
-                    wait<Match::Exact>(k, row + k.combine.arrival_at, Phase::CombineRecv, step, rank);
-  if (!all_of_warp(good)) return false;
-  take_tail<kGives>(a, step, own, n, row, rank);
-  return true;
 }
 
 }  // namespace pplx::cuda

@@ -2,7 +2,6 @@
 #pragma once
 
 #include "../common/step.cuh"
-#include "../remote/block_words.cuh"
 #include "../remote/proxy.cuh"
 
 namespace pplx::cuda {
@@ -39,12 +38,10 @@ __device__ inline void send_weights(const CombineArguments& a, std::uint32_t ste
 // Checks that the weights that have come from this source are those of its rows; fails otherwise.
 __device__ inline bool are_weights_of_rows(const CombineArguments& a, std::uint32_t step, std::uint32_t source) {
   const Common& k = a.common;
-  bool good = true;
-  const BlockHeader h = read_header(k, own_slot(k, set_of(k.c, step), Op::Weights, source), Phase::Weights, step, source, good);
+  const BlockHeader h = load_header(own_slot(k, set_of(k.c, step), Op::Weights, source));
   const std::uint32_t rows = a.received.rows_begin[source + 1] - a.received.rows_begin[source];
-  if (!good || h.rows == rows) return good;
-  fail(k, {AbortReason::Protocol, Phase::Weights, k.c.rank, source, step}, rows, h.rows);
-  return false;
+  if (!check_header(k, h, Phase::Weights, step, source)) return false;
+  return h.rows == rows || blame(k, Phase::Weights, step, source, rows, h.rows);
 }
 
 // A warp's part: a lane looks after a remote peer's word, and its header.
@@ -78,9 +75,7 @@ __device__ inline bool sent_weight(const CombineArguments& a, std::uint32_t step
   const Common& k = a.common;
   const std::uint32_t all = k.living + (k.remote != 0 ? 1 : 0);
   for (std::uint32_t i = warp; i < all; i += warps) {
-    bool mine = false;
-    if (threadIdx.x % 32 == 0) mine = take_share(k, Op::Weights, i, step);
-    if (!__any_sync(~0u, mine)) continue;
+    if (of_first_lane([&] { return take_share(k, Op::Weights, i, step); }) == 0) continue;
     if (i < k.living)
       send_weights(a, step, k.order[i]);
     else

@@ -1,4 +1,4 @@
-// The layout of the one buffer that a dispatch returns: first what its combine reads and all that is small, then the rows.
+// The layout of the two allocations that a handle keeps: the one buffer that a dispatch returns, and its plan.
 #pragma once
 
 #include "../../host/output_layout.h"
@@ -7,6 +7,7 @@
 
 namespace pplx::cuda {
 
+// First what the combine reads and all that is small, then the rows.
 struct BufferLayout : OutputLayout {
   std::uint64_t step = 0, overflowed = 0, rows_begin = 0, many = 0, choices = 0, place = 0, weight = 0;   // see ReceivedView
   std::uint64_t rounds = 0;   // see PieceArguments
@@ -30,6 +31,15 @@ inline BufferLayout buffer_layout(const Config& c) {
   for (OutputPart* part : {&b.src_rank, &b.src_token, &b.topk_ids, &b.weights, &b.topk_weights, &b.scale, &b.x}) placer.place(*part);
   b.bytes = placer.end();
   return b;
+}
+
+// Offsets of the parts of a PlanView.
+constexpr std::uint64_t plan_rows_at(const Config& c) { return 4 * align_up(c.num_experts, 4); }
+constexpr std::uint64_t plan_digest_at(const Config& c) { return plan_rows_at(c) + 4 * align_up(c.world, 4); }
+constexpr std::uint64_t plan_rounds_at(const Config& c) { return plan_digest_at(c) + (c.replicas > 1 ? 16 : 0); }
+constexpr std::uint64_t plan_weights_at(const Config& c) { return plan_rounds_at(c) + 4 * align_up(std::uint64_t{most_rounds(c)} * c.world, 4); }
+constexpr std::uint64_t plan_bytes(const Config& c, std::uint64_t tokens) {
+  return plan_weights_at(c) + 4 * 4 * align_up(tokens * c.top_k, 4);
 }
 
 }  // namespace pplx::cuda

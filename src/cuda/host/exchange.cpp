@@ -9,8 +9,6 @@
 #include "../../host/atomic.h"
 #include "../../protocol/deadlines.h"
 #include "../large/tuning.h"
-#include "../remote/put_counts.h"
-#include "on_device.h"
 
 namespace pplx::cuda {
 namespace {
@@ -23,12 +21,6 @@ Control fresh_control(const Config& c) {
   control.step = static_cast<unsigned long long>(c.first_step) << 32;
   for (auto& shares : control.shares) std::fill(std::begin(shares), std::end(shares), c.first_step - 1);
   for (std::uint32_t set = 0; set < c.in_flight; ++set) control.closed[set] = closed_word(first_step_of_set(c, set) - c.in_flight);
-  return control;
-}
-
-Control retired_control() {
-  Control control{};
-  control.failure = abort_word({AbortReason::User, Phase::None, kNoRank, kNoRank, 0});
   return control;
 }
 
@@ -92,9 +84,9 @@ Common common_of(const Config& c, double timeout_seconds) {
 }  // namespace
 
 std::uint32_t tuned_large_tokens(const Config& c, int device, std::uint32_t num_sms) {
-  if (in_pieces(c)) return 0;
   const std::uint32_t sms = sms_of_gpu(device);
-  return large_tokens({sms, sms_of_launch(c, sms, num_sms), c.hidden * dtype_bytes(c.dtype), c.world, c.layout != LayoutKind::Compact});
+  const std::uint32_t many = large_tokens({sms, sms_of_launch(c, sms, num_sms), c.hidden * dtype_bytes(c.dtype), c.world, c.layout != LayoutKind::Compact});
+  return in_pieces(c) ? std::min(many, c.whole_tokens + 1) : many;
 }
 
 bool fetches_rows(const Config& c, int device, std::uint32_t num_sms) {
@@ -108,9 +100,9 @@ void clear(const SharedMemory& heap, cudaStream_t stream) {
 
 void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream) {
   const Heap h = heap_of(c);
-  const std::uint64_t from = h.counts, to = h.slots[std::uint32_t(Op::Weights)];
+  const std::uint64_t from = h.counts, to = h.slot_at(c, 0, Op::Weights, c.mapped_first);
   check(cudaMemsetAsync(heap.data() + from, 0xff, to - from, stream), "cudaMemsetAsync");
-  if (c.replicas > 1) check(cudaMemsetAsync(heap.data() + h.slices, 0xff, h.shared_bytes - h.slices, stream), "cudaMemsetAsync");
+  if (c.replicas > 1) check(cudaMemsetAsync(heap.data() + h.slices, 0xff, h.mapped_bytes - h.slices, stream), "cudaMemsetAsync");
   check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
 
@@ -122,12 +114,14 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   if (const char* what = invalid_pieces(config)) throw Misuse(what);
   if (config.world > kMaxPeers) throw Misuse("device='cuda' takes at most " + std::to_string(kMaxPeers) + " ranks");
   if (config.num_experts > kMostExperts) throw Misuse("device='cuda' takes at most " + std::to_string(kMostExperts) + " experts");
+  if (const char* what = invalid_nodes(config, memory_.nodes)) throw Misuse(what);
+  if (!groups_sums(memory_.nodes)) memory_.nodes.clear();
   const OnDevice on(device_);
   common_ = common_of(config, timeout_seconds);
   for (std::uint32_t peer = 0; peer < config.world; ++peer) {
     if (peer != config.rank && !memory_.peers.at(peer)) continue;
     const SharedMemory& theirs = peer == config.rank ? *memory_.own : *memory_.peers.at(peer);
-    if (theirs.bytes() < common_.heap.shared_bytes)
+    if (theirs.bytes() < common_.heap.mapped_bytes)
       throw Misuse("the mapped memory of rank " + std::to_string(peer) + " is smaller than its heap");
     common_.peers[peer] = theirs.data();
   }
@@ -135,7 +129,7 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
     auto blocks = memory_.blocks_on_gpu ? std::make_unique<BlockMemory>(device_, common_.heap.bytes) : nullptr;
     std::string why_not;
     auto arrivals = memory_.gdrcopy ? GdrMemory::make(device_, common_.heap.counts, why_not) : nullptr;   // the first part of a heap
-    host_ = std::make_shared<HostHeap>(config, memory_.remote, std::move(blocks), std::move(arrivals));
+    host_ = std::make_shared<HostHeap>(config, memory_.remote, memory_.slot_at, std::move(blocks), std::move(arrivals));
     common_.host = host_->words_at();
     common_.arrivals = host_->arrivals_at();
     common_.blocks = host_->blocks_at();
@@ -146,6 +140,7 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   if (symmetric.base != nullptr && symmetric.bytes < common_.heap.bytes) throw Misuse("the symmetric memory is smaller than the heap that is to lie there");
   common_.blocks = symmetric.base;
   std::copy_n(symmetric.pes.begin(), std::min<std::size_t>(symmetric.pes.size(), kMaxPeers), common_.pe);
+  std::copy(memory_.slot_at.begin(), memory_.slot_at.end(), common_.slot_at);
 #endif
   sms_ = most_sms_ = wanted_sms_ = sms_of_launch(config, sms_of_gpu(device_), num_sms);
   common_.combine_blocks = sms_ * kCombineBlocksPerSm;
@@ -273,12 +268,12 @@ void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
   if (host_) host_->listen(nullptr);  // before the lock: what is being told now wants it, too
   const std::lock_guard<std::mutex> lock(mutex_);
   const OnDevice on(device_);
-  write_control(common_.generation, retired_control());
+  Control retired{};
+  retired.failure = abort_word({AbortReason::User, Phase::None, kNoRank, kNoRank, 0});
+  write_control(common_.generation, retired);
   write_control(generation, fresh_control(common_.c));
   static constexpr std::uint64_t nothing = 0;
-  check(cudaMemcpyAsync(common_.peers[common_.c.rank] + Heap::abort_at(generation), &nothing, sizeof nothing,
-                        cudaMemcpyHostToDevice, own_stream_),
-        "cudaMemcpyAsync");
+  copy_now(common_.peers[common_.c.rank] + Heap::abort_at(generation), &nothing, sizeof nothing, own_stream_);
   leave_blank(common_.c, *memory_.own, own_stream_);
   forget_chunk_counts();
   forget_round_counts();
@@ -313,9 +308,7 @@ void Exchange::rebuild_order(const std::vector<bool>& alive) {
 }
 
 void Exchange::write_control(std::uint32_t generation, const Control& value) {
-  check(cudaMemcpyAsync(controls_ + generation % kControls, &value, sizeof value, cudaMemcpyHostToDevice, own_stream_),
-        "cudaMemcpyAsync");
-  check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
+  copy_now(controls_ + generation % kControls, &value, sizeof value, own_stream_);
 }
 
 // Makes what the large kernels need, if steps may be large enough. All ranks use these kernels or none does: they decide what rows of
@@ -326,7 +319,9 @@ void Exchange::make_chunk_counts() {
   const std::uint32_t bytes = attribute_of(device_, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   const bool pieces = common_.heap.in_pieces;
   if (!pieces && (c.max_tokens < large_tokens_ || !can_dispatch_large(c, bytes) || !can_combine_large(c, bytes))) return;
-  common_.word_rows = pieces ? 0 : large_tokens_;
+  if (pieces) large_tokens_ = memory_.across() ? 0 : std::min(large_tokens_, tokens_of_round(c) + 1);  // one round at most has few
+  common_.word_rows = large_tokens_;
+  if (pieces) common_.showing_rows = std::min(common_.showing_rows, large_tokens_);
   check(load(c, true, false), "loading the kernels of large steps");
   const std::uint64_t columns = chunk_columns(c), chunks = most_chunks(c);
   const std::uint64_t totals = 16, taken = totals + 4 * kTotals * columns, ready = align_up(taken + 4 * chunks, 8), counts = align_up(ready + 8 * chunks, 16);
@@ -350,8 +345,7 @@ void Exchange::forget_chunk_counts() {
   check(cudaMemsetAsync(chunk_memory_, 0, chunk_bytes_, own_stream_), "cudaMemsetAsync");
   // No step that is near has this number.
   const std::vector<std::uint32_t> taken(most_chunks(c), c.first_step - 1);
-  check(cudaMemcpyAsync(chunk_counts_.taken, taken.data(), 4 * taken.size(), cudaMemcpyHostToDevice, own_stream_), "cudaMemcpyAsync");
-  check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
+  copy_now(chunk_counts_.taken, taken.data(), 4 * taken.size(), own_stream_);
 }
 
 void Exchange::check_pieces() const {
@@ -391,23 +385,19 @@ void Exchange::raise_failure() {
   std::string message = first_.text(word, config());
   const std::uint64_t expected = common_.report->expected;
   const auto mine = static_cast<std::uint32_t>(expected), theirs = static_cast<std::uint32_t>(common_.report->seen);
-  if (a.origin == config().rank && a.reason == AbortReason::Protocol && (expected & kFlags) != 0) {
-    constexpr std::uint32_t named = kFlagsAlike | kAccumulates;
-    message += ": " + difference_text(mine & named, theirs & named);
-  }
-  if (a.origin == config().rank && a.reason == AbortReason::Protocol && (expected & (kFlags | kTokens)) == kTokens)
+  const bool own = a.origin == config().rank, refused = own && a.reason == AbortReason::Protocol;
+  const bool waited = own && (a.reason == AbortReason::Timeout || a.reason == AbortReason::Closed);
+  const bool of_round = waited && (expected & kRound) != 0 && (expected & (kFlags | kTokens)) == 0;
+  constexpr std::uint32_t named = kFlagsAlike | kAccumulates;
+  if (refused && (expected & kFlags) != 0) message += ": " + difference_text(mine & named, theirs & named);
+  if (refused && (expected & (kFlags | kTokens)) == kTokens)
     message = tokens_apart_text(a.step, {a.peer, theirs}, {config().rank, mine});
   if (a.reason == AbortReason::Refused) message = refused_text(a, config().in_flight);
-  const bool of_round = a.origin == config().rank && (expected & kRound) != 0 && (expected & (kFlags | kTokens)) == 0 &&
-                        (a.reason == AbortReason::Timeout || a.reason == AbortReason::Closed);
   if (of_round) message += ": it waited for " + round_text(a, mine, (expected & kToBeRead) != 0);
   PeerFailure failure(message, a.reason, a.peer, a.phase, a.step);
-  if (of_round) {
-    failure.expected = "piece " + std::to_string(mine);
-    failure.seen = "not all of it";
-  } else if (a.origin == config().rank && (a.reason == AbortReason::Timeout || a.reason == AbortReason::Closed)) {
-    failure.expected = word_text(common_.report->expected);
-    failure.seen = word_text(common_.report->seen);
+  if (waited) {
+    failure.expected = of_round ? "piece " + std::to_string(mine) : word_text(expected);
+    failure.seen = of_round ? "not all of it" : word_text(common_.report->seen);
   }
   throw failure;
 }

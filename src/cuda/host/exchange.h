@@ -12,11 +12,12 @@
 
 #include "../../host/first_failure.h"
 #include "../../host/fork_check.h"
+#include "../../host/halves.h"
 #include "../../host/notices.h"
 #include "../../host/peer_order.h"
 #include "../../host/step_book.h"
+#include "../../protocol/nodes.h"
 #include "buffer_layout.h"
-#include "calls.h"
 #include "host_heap.h"
 #include "launch_table.h"
 #include "launches.h"
@@ -43,12 +44,29 @@ struct Symmetric {
 };
 #endif
 
+// Arguments of a call, beside those that kernels take as they are. Addresses are device memory.
+struct Launch {
+  cudaStream_t stream = nullptr;
+  unsigned halves = kSend | kRecv;      // both: in one launch
+  char* plan = nullptr;
+  char* buffer = nullptr;               // the dispatch returns it
+  std::uint32_t* hooks = nullptr;       // its words, hook_words_in_all() of them; none: without
+};
+// Received rows that lie in memory of their own. Their buffer may then end where they would begin in it.
+struct Outputs {
+  char* x = nullptr;                    // null: all lie in the buffer
+  char* scales = nullptr;
+  float* weights = nullptr;             // Compact: of all choices
+};
+
 class Exchange {
  public:
   struct Memory {
     std::shared_ptr<SharedMemory> own;
     std::vector<std::shared_ptr<SharedMemory>> peers;   // ranks' memory; null for this rank, dead ranks and remote ones
+    Nodes nodes;
     std::uint64_t remote = 0;                           // peers that the proxy carries to, a bit each
+    std::vector<std::uint32_t> slot_at;                 // number of this rank's slots at each of those, by rank
     bool proxied = false;                               // some rank has a proxy: then each does
     bool blocks_on_gpu = false;                         // that the proxy moves
     bool gdrcopy = false;                               // to be used, where it is there, for the proxy's arrival words
@@ -129,17 +147,16 @@ class Exchange {
   void make_chunk_counts();
   void forget_chunk_counts();
   DispatchArguments arguments_of(const Launch& launch, const Tokens& tokens, const Outputs& outputs) const;
-  SentStrips sent_strips(const CombineArguments& a) const;
+  Strips sent_strips(const CombineArguments& a) const;
+  void add_nodes(CombineArguments& a) const;
   bool fetches(const CombineArguments& a) const;
   bool is_large(const Launch& launch, const DispatchArguments& a) const;
   void check_pieces() const;
   void make_round_counts();
   void forget_round_counts();
   void check_order(const std::optional<Launches::Sequence::Early>& early, const char* call) const;
-  std::uint64_t made_in_heap(const char* where) const;
   PieceArguments pieces_of(const Launch& launch) const;
-  void cut(DispatchArguments& a, const Launch& launch) const;
-  void cut(CombineArguments& a, const Launch& launch) const;
+  void cut(DispatchArguments& a) const;
 
   const int device_;
   Memory memory_;
@@ -150,7 +167,7 @@ class Exchange {
   Launches launches_;
   StepBook steps_;   // eager calls
   cudaStream_t own_stream_ = nullptr;  // reset() writes by it: it must not wait behind kernels that wait
-  const std::uint32_t large_tokens_;
+  std::uint32_t large_tokens_;
   const bool fetches_;  // fetches_rows()
   const std::uint32_t sending_share_;
   char* chunk_memory_ = nullptr;  // memory of chunk_counts_; none where no step is large

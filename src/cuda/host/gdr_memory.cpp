@@ -4,6 +4,7 @@
 #include <dlfcn.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "../../protocol/config.h"
 
@@ -24,25 +25,20 @@ struct Library {
   int (*map)(void*, Handle, void** at, std::size_t bytes) = nullptr;
   int (*unmap)(void*, Handle, void* at, std::size_t bytes) = nullptr;
   bool found = false;
+
+  Library() {
+    void* const library = dlopen("libgdrapi.so.2", RTLD_NOW | RTLD_LOCAL);
+    const auto find = [&](auto& function, const char* name) {
+      function = reinterpret_cast<std::decay_t<decltype(function)>>(dlsym(library, name));
+      return function != nullptr;
+    };
+    found = library != nullptr && find(open, "gdr_open") && find(close, "gdr_close") && find(pin, "gdr_pin_buffer") &&
+            find(unpin, "gdr_unpin_buffer") && find(map, "gdr_map") && find(unmap, "gdr_unmap");
+  }
 };
 
-template <typename F>
-bool find(void* library, F& function, const char* name) {
-  function = reinterpret_cast<F>(dlsym(library, name));
-  return function != nullptr;
-}
-
-Library load() {
-  Library l;
-  void* const library = dlopen("libgdrapi.so.2", RTLD_NOW | RTLD_LOCAL);
-  l.found = library != nullptr && find(library, l.open, "gdr_open") && find(library, l.close, "gdr_close") &&
-            find(library, l.pin, "gdr_pin_buffer") && find(library, l.unpin, "gdr_unpin_buffer") && find(library, l.map, "gdr_map") &&
-            find(library, l.unmap, "gdr_unmap");
-  return l;
-}
-
 const Library& library() {
-  static const Library loaded = load();
+  static const Library loaded;
   return loaded;
 }
 

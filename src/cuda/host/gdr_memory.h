@@ -1,5 +1,4 @@
-// A little GPU memory that this process writes as if it were its own, by GDRCopy: its library is found at run time, and its kernel
-// module must be loaded.
+// A little GPU memory that this process writes as its own, by GDRCopy: a library found at run time, and a loaded kernel module.
 #pragma once
 
 #include <cstddef>

@@ -10,14 +10,36 @@
 #include "../../host/failure.h"
 #include "../../protocol/deadlines.h"
 #include "../../protocol/heap_layout.h"
-#include "error.h"
+#include "memory/shared_memory.h"
+#include "runtime.h"
 
 namespace pplx::cuda {
 
+BlockMemory::BlockMemory(int device, std::size_t bytes) {
+  memory_.device = device;
+  memory_.bytes = align_up(bytes, 64 << 10);   // pages of a GPU: a dmabuf has whole ones
+  const cudaError_t error = cudaMalloc(&memory_.base, memory_.bytes);
+  if (error != cudaSuccess) {
+    cudaGetLastError();
+    throw CudaError("the blocks of ranks of other nodes need " + std::to_string(memory_.bytes) + " bytes of memory on GPU " +
+                    std::to_string(device) + ": " + cudaGetErrorString(error) +
+                    ". Use a smaller max_tokens_per_rank or fewer AllToAlls, or placement='host'.");
+  }
+  check(cudaMemset(memory_.base, 0, memory_.bytes), "cudaMemset");
+  check(cudaDeviceSynchronize(), "cudaDeviceSynchronize");   // before any peer may write there
+  memory_.dmabuf = export_dmabuf(device, memory_.base, memory_.bytes);
+}
+
+BlockMemory::~BlockMemory() {
+  if (memory_.dmabuf >= 0) close(memory_.dmabuf);
+  cudaFree(memory_.base);
+  cudaGetLastError();
+}
+
 // Pages of this process, which CUDA pins: a provider that copies between processes cannot reach what CUDA itself allocates.
-HostHeap::HostHeap(const Config& config, std::uint64_t remote, std::unique_ptr<BlockMemory> blocks,
+HostHeap::HostHeap(const Config& config, std::uint64_t remote, std::vector<std::uint32_t> slot_at, std::unique_ptr<BlockMemory> blocks,
                    std::unique_ptr<GdrMemory> arrivals)
-    : config_(config), heap_(heap_of(config)), blocks_(std::move(blocks)), arrivals_(std::move(arrivals)) {
+    : config_(config), heap_(heap_of(config)), slot_at_(std::move(slot_at)), blocks_(std::move(blocks)), arrivals_(std::move(arrivals)) {
   void* const memory = mmap(nullptr, heap_.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (memory == MAP_FAILED) refuse(std::strerror(errno));
   memory_ = static_cast<char*>(memory);
@@ -44,7 +66,8 @@ HostHeap::~HostHeap() {
 std::vector<HostHeap::Range> HostHeap::ranges_in_use() const {
   if (!blocks_) return {{0, heap_.bytes}};
   const auto page = static_cast<std::uint64_t>(sysconf(_SC_PAGESIZE));
-  const std::uint64_t arrived = align_up(heap_.slots[0], page), told = heap_.mailbox / page * page, end = align_up(heap_.send[0], page);
+  const std::uint64_t arrived = align_up(heap_.remote_blocks[0], page), end = align_up(heap_.send[0], page);
+  const std::uint64_t told = heap_.mailbox / page * page;
   if (arrived >= told) return {{0, end}};
   return {{0, arrived}, {told, end - told}};
 }
@@ -73,22 +96,15 @@ void HostHeap::release() {
 }
 
 void HostHeap::refuse(const std::string& why) const {
-  std::uint64_t bytes = 0;
-  for (const Range& range : ranges_in_use()) bytes += range.bytes;
   throw CudaError((blocks_ ? "the words about blocks of " : "the blocks of ") + std::to_string(config_.remote_peers) +
-                  " ranks of other nodes need " + std::to_string(bytes) + " bytes of pinned host memory: " + why +
+                  " ranks of other nodes need " + std::to_string(bytes_of(ranges_in_use())) + " bytes of pinned host memory: " + why +
                   ". Use a smaller max_tokens_per_rank or fewer AllToAlls, or allow this process to lock more memory.");
 }
 
-std::uint64_t HostHeap::pinned_bytes() const {
+std::uint64_t HostHeap::bytes_of(const std::vector<Range>& ranges) {
   std::uint64_t bytes = 0;
-  for (const Range& range : pinned_) bytes += range.bytes;
+  for (const Range& range : ranges) bytes += range.bytes;
   return bytes;
-}
-
-std::optional<DeviceMemory> HostHeap::blocks() const {
-  if (!blocks_) return {};
-  return blocks_->description();
 }
 
 void HostHeap::reset(std::uint32_t generation) {

@@ -3,9 +3,7 @@
 
 #include "../../protocol/hooks.h"
 #include "../large/tuning.h"
-#include "../plan/plan_layout.h"
 #include "exchange.h"
-#include "on_device.h"
 
 namespace pplx::cuda {
 namespace {
@@ -53,9 +51,8 @@ DispatchHooks dispatch_hooks(const Common& k, std::uint32_t* words) {
 }  // namespace
 
 bool Exchange::is_large(const Launch& launch, const DispatchArguments& a) const {
-  if (a.own < common_.word_rows) return false;  // as in its combine
   const auto fits = [](const void* at) { return reinterpret_cast<std::uintptr_t>(at) % 16 == 0; };
-  if (fits(a.out.x) && fits(a.out.scales) && ((launch.halves & kSend) == 0 || fits(a.x))) return true;
+  if (fits(a.out.x) && fits(a.out.scales) && ((launch.halves & kSend) == 0 || fits(a.x))) return a.own >= common_.word_rows;  // as in its combine
   if (common_.heap.in_pieces) throw Misuse("dispatch: with slot_bytes= tensors must begin at multiples of 16 bytes");
   return false;
 }
@@ -66,74 +63,57 @@ void Exchange::check_order(const std::optional<Launches::Sequence::Early>& early
                ", but with slot_bytes=" + std::to_string(common_.c.slot_bytes) + " blocks go in pieces, and steps are received in order");
 }
 
-// The place in this rank's heap of what experts made, if peers may fetch it from there; else 0.
-std::uint64_t Exchange::made_in_heap(const char* where) const {
-  const auto at = static_cast<std::uint64_t>(reinterpret_cast<std::uintptr_t>(where) - reinterpret_cast<std::uintptr_t>(common_.peers[common_.c.rank]));
-  return common_.heap.has_made(common_.c, at, 0) ? at : 0;
-}
-
 PieceArguments Exchange::pieces_of(const Launch& launch) const {
   PieceArguments p;
   p.tokens = tokens_of_round(common_.c);
   p.most = most_rounds(common_.c);
   p.counts = round_counts_;
   p.remote = remote_rounds_;
+  p.begins = (launch.halves & kSend) != 0;
+  p.begin = p.begins ? 0 : kPlaces;
   point(p.begin_rows, launch.plan, plan_rounds_at(common_.c));
   point(p.kept, launch.buffer, layout_.rounds);
   return p;
 }
 
 // Small steps have narrower strips, where the smaller kernels send them.
-SentStrips Exchange::sent_strips(const CombineArguments& a) const {
+Strips Exchange::sent_strips(const CombineArguments& a) const {
   const std::uint64_t rows = std::uint64_t{a.tokens} * std::min(common_.c.world, common_.c.top_k);
-  const SentStrips few(common_.row_bytes, kSentVectorsOfFew);
+  const Strips few(common_.row_bytes, kSentVectorsOfFew);
   if (is_mapped_only(a) && !common_.heap.in_pieces && sends_few(rows, few.strips, common_.combine_blocks)) return few;
-  return SentStrips(common_.row_bytes, kSentVectors);
+  return Strips(common_.row_bytes, kSentVectors);
+}
+
+void Exchange::add_nodes(CombineArguments& a) const {
+  a.by_node = !memory_.nodes.empty();
+  std::copy(memory_.nodes.begin(), memory_.nodes.end(), a.node_of);
 }
 
 // True if a large combine fetches rows of peers that offer theirs. All ranks decide alike: a peer that offers its rows sends none.
 bool Exchange::fetches(const CombineArguments& a) const { return fetches_ && common_.dead == 0 && is_mapped_only(a); }
 
 // A send half never waits: it sends only the rounds that have room from the start.
-void Exchange::cut(DispatchArguments& a, const Launch& launch) const {
+void Exchange::cut(DispatchArguments& a) const {
   PieceArguments& p = a.pieces;
-  p = pieces_of(launch);
   while (p.tokens % a.tokens_per_chunk != 0) --a.tokens_per_chunk;
   a.chunks = ceil_div(a.own, a.tokens_per_chunk);
   p.chunks = p.tokens / a.tokens_per_chunk;
-  p.begins = a.send;
-  p.begin = a.send ? 0 : kPlaces;
   p.end_chunk = a.recv ? a.chunks : std::min(a.chunks, kPlaces * p.chunks);
   if (a.send) return;
   a.ids = nullptr;  // the plan is there
   a.send = p.begin * p.chunks < a.chunks;
 }
 
-void Exchange::cut(CombineArguments& a, const Launch& launch) const {
-  PieceArguments& p = a.pieces;
-  p = pieces_of(launch);
-  p.begins = a.send;
-  p.begin = a.send ? 0 : kPlaces;
-  if (!a.recv) p.end = kPlaces;
-}
-
 DispatchArguments Exchange::arguments_of(const Launch& launch, const Tokens& tokens, const Outputs& outputs) const {
   const Config& c = common_.c;
   const BufferLayout& b = layout_;
   DispatchArguments a;
+  static_cast<Tokens&>(a) = tokens;
   a.common = common_;
-  a.x = tokens.x;
-  a.x_stride = tokens.stride;
-  a.scales = tokens.scales;
-  a.scale = tokens.scale;
-  a.ids = tokens.ids;
-  a.wide_ids = tokens.wide_ids;
   a.send = (launch.halves & kSend) != 0;
   a.recv = (launch.halves & kRecv) != 0;
-  a.tokens = tokens.count;
   a.own = common_.slice.tokens(a.tokens);
-  a.weights = tokens.weights;
-  a.plan = plan_view(c, tokens.count, launch.plan);
+  a.plan = plan_view(c, a.tokens, launch.plan);
   a.received = received_view(b, launch.buffer);
   point(a.out.x, launch.buffer, b.x);
   point(a.out.scales, launch.buffer, b.scale);
@@ -171,8 +151,8 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
     common_.combine_blocks = sms_ * kCombineBlocksPerSm;
   }
   const Slice& slice = common_.slice;
-  if ((launch.halves & kSend) != 0 && slice.tokens(tokens.count) > common_.most_rows)
-    throw Misuse(too_many_tokens_text(tokens.count, slice.of, common_.most_rows));
+  if ((launch.halves & kSend) != 0 && slice.tokens(tokens.tokens) > common_.most_rows)
+    throw Misuse(too_many_tokens_text(tokens.tokens, slice.of, common_.most_rows));
   DispatchArguments a = arguments_of(launch, tokens, outputs);
   const std::uint32_t blocks = sms_ * kDispatchBlocksPerSm;
   a.tokens_per_unit = tokens_per_unit(a.own, blocks);
@@ -180,17 +160,17 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
   const bool large = is_large(launch, a);
   if (large) {
     ++large_dispatches_;
-    a.stretches = blocks;
-    if (pieces && a.recv)
-      a.stretches = sending_blocks(blocks, sending_share_ != 0 ? sending_share_ : kSendingShareInRounds);
-    else if (a.send && a.recv && common_.living > 1)
-      a.stretches = sending_blocks(blocks, sending_share_);
+    SendShare share{sending_share_, common_.living, a.own, c.layout != LayoutKind::Compact};
+    if (pieces && share.percent == 0) share.percent = kSendingShareInRounds;
+    a.stretches = a.recv && (pieces || (a.send && common_.living > 1)) ? sending_blocks(blocks, share) : blocks;
     a.tokens_per_chunk = tokens_of_chunk(a.own, c.top_k, a.stretches);
     a.chunks = ceil_div(a.own, a.tokens_per_chunk);
     a.chunk_counts = chunk_counts_;
+    a.under_way = tokens_on_their_way(std::min(a.stretches, blocks), common_.dispatch.row_bytes, common_.living, c.top_k);
   }
   if (launch.hooks != nullptr) a.hooks = dispatch_hooks(common_, launch.hooks);
-  if (pieces) cut(a, launch);
+  if (pieces) a.pieces = pieces_of(launch);
+  if (pieces && large) cut(a);
   here.follow(stream, a.send);
   if ((launch.halves & kSend) != 0) here.after_received(stream);
   check(cuda::launch(choose(c, DispatchCall(a, large)), a, blocks, stream), "launching dispatch");
@@ -219,10 +199,11 @@ std::vector<Exchange::Explained> Exchange::explain(std::uint32_t tokens) const {
   CombineArguments a;
   a.common = common_;
   a.tokens = tokens;
+  add_nodes(a);
   a.sent = sent_strips(a);
   a.fetches = large && fetches(a);
   const CombineCall combine(a, large);
-  const std::string size = common_.heap.in_pieces ? "every step of this AllToAll in pieces is large" : common_.word_rows == kNone ? "no step of this AllToAll is large"
+  const std::string size = common_.word_rows == 0 ? "every step of this AllToAll in pieces is large" : common_.word_rows == kNone ? "no step of this AllToAll is large"
                            : std::to_string(own) + (large ? " tokens are large, from " : " tokens are fewer than ") + std::to_string(common_.word_rows) + (large ? " on" : "");
   const auto peers = [](bool mapped_only, const char* general) { return std::string(mapped_only ? "; all peers are mapped" : general); };
   const std::string rows = c.wire == Wire::Native ? "; rows go as they are" : "; rows are quantised";
@@ -231,7 +212,8 @@ std::vector<Exchange::Explained> Exchange::explain(std::uint32_t tokens) const {
   return {{"dispatch", sending.name, sms_ * kDispatchBlocksPerSm, sending.block, sending.smem,
            size + rows + peers(dispatch.mapped_only, "; remote or dead peers, replicas or more than 32 ranks take the general kernel")},
           {"combine", summing.name, common_.combine_blocks, summing.block, summing.smem,
-           size + (combine.few ? "; rows go in narrow strips" : "") + peers(combine.mapped_only, "; remote peers or replicas take the general kernel")}};
+           size + (combine.few ? "; rows go in narrow strips" : "") +
+               peers(combine.mapped_only, "; remote peers, replicas or sums by node take the general kernel")}};
 }
 
 void Exchange::clear_hooks(std::uint32_t* words, cudaStream_t stream) {
@@ -262,35 +244,26 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   const bool pieces = common_.heap.in_pieces;
   if (pieces && (launch.halves & kRecv) != 0) check_order(opened.sums_early(launch.buffer), "combine_recv");
   CombineArguments a;
+  static_cast<ExpertOutputs&>(a) = outputs;
+  static_cast<Result&>(a) = result;
   a.common = common_;
-  a.expert_out = outputs.expert_out;
-  a.expert_stride = outputs.stride;
-  a.expert_rows = outputs.rows;
-  a.weighted = outputs.weighted;
-  a.uses_weights = outputs.uses_weights;
-  a.release = outputs.release;
-  a.weights = outputs.weights;
-  a.has_tail = result.has_tail;
-  a.tail = outputs.tail;
-  a.tail_rows = outputs.tail_rows;
-  a.tail_out = result.tail;
-  a.accumulate = result.accumulate;
   a.send = (launch.halves & kSend) != 0;
   a.recv = (launch.halves & kRecv) != 0;
-  a.tokens = result.tokens;
   a.own = common_.slice.tokens(a.tokens);
-  a.plan = plan_view(common_.c, result.tokens, launch.plan);
+  a.plan = plan_view(common_.c, a.tokens, launch.plan);
   a.received = received_view(layout_, launch.buffer);
-  a.y = result.y;
-  a.y_stride = result.stride;
+  add_nodes(a);
   a.sent = sent_strips(a);
-  const bool large = pieces || (!a.release && a.own >= common_.word_rows);
-  a.received_in = ReceivedStrips(common_.row_bytes, kReceivedVectors);
+  const bool large = (pieces || !a.release) && a.own >= common_.word_rows;
+  a.received_in = Strips(common_.row_bytes, kReceivedVectors);
   if (large) ++large_combines_;
   a.fetches = large && fetches(a);
-  if (a.fetches && outputs.stride == common_.row_bytes) a.made_at = made_in_heap(outputs.expert_out);
+  const auto heap = reinterpret_cast<std::uintptr_t>(common_.peers[common_.c.rank]);
+  const std::uint64_t made = reinterpret_cast<std::uintptr_t>(a.expert_out) - heap;
+  if (a.fetches && a.expert_stride == common_.row_bytes && common_.heap.has_made(common_.c, made, 0)) a.made_at = made;
   a.sums_own = large && is_mapped_only(a) && a.send && a.recv && !pieces;
-  if (pieces) cut(a, launch);
+  if (pieces) a.pieces = pieces_of(launch);
+  if (pieces && !a.recv) a.pieces.end = kPlaces;
   here.follow(stream, a.send);
   check(cuda::launch(choose(common_.c, CombineCall(a, large)), a, common_.combine_blocks, stream), "launching combine");
   if (!a.recv) {

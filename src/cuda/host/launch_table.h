@@ -5,9 +5,55 @@
 #include <cuda_runtime_api.h>
 
 #include "../../protocol/heap_layout.h"
-#include "../common/choice.h"
+#include "../common/arguments.h"
 
 namespace pplx::cuda {
+
+// True if all peers are on this node, at most 32 and none dead, there are no replicas, and the plan is made from ids.
+inline bool is_mapped_only(const DispatchArguments& a) {
+  const Common& k = a.common;
+  return k.remote == 0 && k.dead == 0 && k.c.world <= 32 && k.c.replicas == 1 && (a.ids != nullptr || !a.send);
+}
+// True if all peers are on this node, and there are neither replicas, tails nor weights of combine's own, nor sums by node.
+inline bool is_mapped_only(const CombineArguments& a) {
+  return a.common.remote == 0 && a.common.c.replicas == 1 && !a.has_tail && !a.uses_weights && !a.by_node;
+}
+
+// The facts that choose a dispatch's kernel, beside the configuration.
+struct DispatchCall {
+  bool large = false;
+  bool mapped_only = false;  // is_mapped_only()
+  bool given_scales = false;
+  bool hooks = false;  // the launch raises words of hooks
+
+  DispatchCall() = default;
+  DispatchCall(const DispatchArguments& a, bool large)
+      : large(large),
+        mapped_only(is_mapped_only(a)),
+        given_scales(a.scales != nullptr),
+        hooks(a.hooks.planned != nullptr && (a.recv || large)) {}
+};
+
+struct CombineCall {
+  bool large = false;
+  bool mapped_only = false;  // is_mapped_only()
+  bool few = false;  // strips of kSentVectorsOfFew
+  bool fetches = false;  // rows of peers that offer theirs
+
+  CombineCall() = default;
+  CombineCall(const CombineArguments& a, bool large)
+      : large(large),
+        mapped_only(is_mapped_only(a)),
+        few(a.sent.vectors == kSentVectorsOfFew),
+        fetches(a.fetches) {}
+};
+
+template <typename Arguments>
+struct Choice {
+  const char* name = nullptr;
+  void (*kernel)(Arguments) = nullptr;
+  std::uint32_t block = 0, smem = 0;
+};
 
 // A wait for the rows of some experts, from `first` on.
 struct AwaitedExperts {
@@ -30,7 +76,7 @@ Choice<CombineArguments> choose(const Config& config, const CombineCall& call);
 
 template <typename Call>
 auto choose(const Config& c, const Call& call) {
-  return call.large || in_pieces(c) ? large::choose(c, call) : decode::choose(c, call);
+  return call.large ? large::choose(c, call) : decode::choose(c, call);
 }
 
 // Loads every kernel that steps of this size may choose, so that no later call loads a module.

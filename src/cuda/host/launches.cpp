@@ -3,18 +3,6 @@
 #include <algorithm>
 
 namespace pplx::cuda {
-namespace {
-
-constexpr std::size_t kCapturesAtOnce = 8;
-
-unsigned long long capture_on(cudaStream_t stream) {
-  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
-  unsigned long long id = 0;
-  check(cudaStreamGetCaptureInfo(stream, &status, &id), "cudaStreamGetCaptureInfo");
-  return status == cudaStreamCaptureStatusNone ? 0 : id;
-}
-
-}  // namespace
 
 void Launches::Sequence::record(std::unique_ptr<StreamEvent>& event, cudaStream_t stream) {
   if (!event) event = std::make_unique<StreamEvent>();
@@ -23,21 +11,16 @@ void Launches::Sequence::record(std::unique_ptr<StreamEvent>& event, cudaStream_
 
 void Launches::Sequence::follow(cudaStream_t stream, bool sends) {
   const bool same = !streams_.empty() && streams_.back() == stream;
-  if (same) {
-    sent_any_ = sent_any_ || sends;
-    return;
-  }
-  if (sent_any_) {
+  if (!same && sent_any_) {
     if (sends) record(sent_, streams_.back());
     if (sent_) sent_->wait(stream);
   }
+  sent_any_ = sent_any_ || sends;
+  if (same) return;
   const auto found = std::find(streams_.begin(), streams_.end(), stream);
   if (found != streams_.end()) streams_.erase(found);
   streams_.insert(sends ? streams_.end() : streams_.begin(), stream);
-  sent_any_ = sent_any_ || sends;
 }
-
-void Launches::Sequence::note_send(cudaStream_t stream) { record(sent_, stream); }
 
 void Launches::Sequence::note_received(cudaStream_t stream) {
   const auto found = std::find_if(received_.begin(), received_.end(), [&](const Received& r) { return r.stream == stream; });
@@ -55,8 +38,6 @@ void Launches::Sequence::after_received(cudaStream_t stream) {
 std::vector<Launches::Sequence::Open>::const_iterator Launches::Sequence::find(const char* buffer) const {
   return std::find_if(open_.begin(), open_.end(), [&](const Open& open) { return open.buffer == buffer; });
 }
-
-bool Launches::Sequence::has(const char* buffer) const { return find(buffer) != open_.end(); }
 
 void Launches::Sequence::receive(const char* buffer) {
   const auto known = find(buffer);
@@ -87,8 +68,11 @@ std::optional<Launches::Sequence::Early> Launches::Sequence::sums_early(const ch
 }
 
 Launches::Sequence& Launches::on(cudaStream_t stream) {
-  const unsigned long long capture = capture_on(stream);
-  if (capture == 0) return eager_;
+  constexpr std::size_t kCapturesAtOnce = 8;
+  cudaStreamCaptureStatus status = cudaStreamCaptureStatusNone;
+  unsigned long long capture = 0;
+  check(cudaStreamGetCaptureInfo(stream, &status, &capture), "cudaStreamGetCaptureInfo");
+  if (status == cudaStreamCaptureStatusNone) return eager_;
   for (Sequence& known : captures_)
     if (known.capture_ == capture) return known;
   if (captures_.size() == kCapturesAtOnce) captures_.pop_front();

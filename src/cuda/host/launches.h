@@ -1,5 +1,4 @@
-// The order of one AllToAll's launches over streams and captures, and which dispatches are open. Which step has which memory only the
-// device knows.
+// The order of one AllToAll's launches over streams and captures, and open dispatches. The device alone knows steps' memory.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -10,14 +9,13 @@
 #include <optional>
 #include <vector>
 
-#include "stream_event.h"
+#include "runtime.h"
 
 namespace pplx::cuda {
 
 class Launches {
  public:
-  // Launches of all eager calls, or of one capture, whose events mean nothing outside of it. The caller of a graph orders it behind
-  // what came before.
+  // Launches of all eager calls, or of one capture, whose events mean nothing outside of it: the caller orders its graphs.
   class Sequence {
    public:
     explicit Sequence(unsigned long long capture = 0) : capture_(capture) {}
@@ -27,7 +25,7 @@ class Launches {
     const std::vector<cudaStream_t>& streams() const { return streams_; }
     // Sends are one sequence, whatever streams they run on. A receive half on another stream waits for the last send, or it could fill the GPU first.
     void follow(cudaStream_t stream, bool sends);
-    void note_send(cudaStream_t stream);
+    void note_send(cudaStream_t stream) { record(sent_, stream); }
     // A receive half of a combine makes places blank that peers write after the next dispatch, which waits for all such halves.
     void note_received(cudaStream_t stream);
     void after_received(cudaStream_t stream);
@@ -41,7 +39,7 @@ class Launches {
     std::optional<Early> receives_early(const char* buffer) const;
     std::optional<Early> opens_early(std::uint32_t step) const;   // and is received at once
     std::optional<Early> sums_early(const char* buffer) const;
-    bool has(const char* buffer) const;
+    bool has(const char* buffer) const { return find(buffer) != open_.end(); }
 
    private:
     friend class Launches;

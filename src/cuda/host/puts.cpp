@@ -3,25 +3,14 @@
 #include <memory>
 
 #include "../../protocol/signals.h"
-#include "../remote/put_counts.h"
 #include "exchange.h"
-#include "on_device.h"
 
 namespace pplx::cuda {
-namespace {
-
-template <typename T>
-void read_into(T* to, const void* from, std::size_t bytes, cudaStream_t stream) {
-  check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream), "cudaMemcpyAsync");
-  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
-}
-
-}  // namespace
 
 std::unique_ptr<PutCounts> Exchange::read_puts() const {
   const OnDevice on(device_);
   auto counts = std::make_unique<PutCounts>();
-  read_into(counts.get(), common_.puts, sizeof *counts, own_stream_);
+  copy_now(counts.get(), common_.puts, sizeof *counts, own_stream_);
   return counts;
 }
 
@@ -29,7 +18,7 @@ std::unique_ptr<PutCounts> Exchange::read_puts() const {
 std::vector<std::uint64_t> Exchange::read_signals() const {
   const OnDevice on(device_);
   std::vector<std::uint64_t> signals((common_.heap.counts - common_.heap.arrival) / sizeof(std::uint64_t));
-  read_into(signals.data(), common_.blocks + common_.heap.arrival, signals.size() * sizeof signals[0], own_stream_);
+  copy_now(signals.data(), common_.blocks + common_.heap.arrival, signals.size() * sizeof signals[0], own_stream_);
   return signals;
 }
 
@@ -72,8 +61,7 @@ void Exchange::rebase() {
     counts->base[set][op][part][source] = signals[number];
   });
   const OnDevice on(device_);
-  check(cudaMemcpyAsync(common_.puts, counts.get(), sizeof *counts, cudaMemcpyHostToDevice, own_stream_), "cudaMemcpyAsync");
-  check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
+  copy_now(common_.puts, counts.get(), sizeof *counts, own_stream_);
 }
 
 }  // namespace pplx::cuda

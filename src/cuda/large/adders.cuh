@@ -4,7 +4,6 @@
 
 #include "../decode/combine_send.cuh"
 #include "ring.cuh"
-#include "span_timer.cuh"
 #include "tuning.h"
 
 namespace pplx::cuda {
@@ -30,6 +29,7 @@ inline constexpr std::uint8_t kHasOwn = 1;  // also where none of them has a pla
 inline constexpr std::uint8_t kMakeBlank = 2;  // a later step of few tokens has a row here that shows by itself
 inline constexpr std::uint8_t kRowsShow = 4;  // the row that is sent shows by itself that it has come
 inline constexpr std::uint8_t kNoMore = 8;
+inline constexpr std::uint8_t kEndsNode = 16;  // the last row of a node
 
 inline constexpr std::uint32_t kMostDealtRows = 16;
 inline constexpr std::uint32_t kDealtPart = kAdders * kVectorsOfAdder * 512;
@@ -51,6 +51,7 @@ struct DealtRows {
     const std::uint32_t lane = threadIdx.x % 32;
     if (lane < kMostDealtRows) mbarrier_init(loaded + lane, 1);
     if (lane < kMostDealtRows) mbarrier_init(used + lane, adders);
+    fence_mbarriers();
   }
 };
 
@@ -166,6 +167,23 @@ class RowAdder {
     }
     leave();
     return weight;
+  }
+
+  // Adds the next row a vector at a time: the caller has no registers for all of it.
+  template <typename T>
+  __device__ void add_next(std::uint32_t bytes, Sums<T, kVectors>& sums) {
+    const DealtRow& dealt = look();
+    const SpanTimer adds(k_, Span::AddingUp);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      if (at(j) >= bytes) continue;
+      float f[T::kPerVector];
+      T::unpack(*reinterpret_cast<const uint4*>(memory_ + place_.at * part_ + at(j)), f);
+#pragma unroll
+      for (int e = 0; e < T::kPerVector; ++e) sums.sum[j][e] = __fadd_rn(sums.sum[j][e], f[e]);
+      if ((dealt.what & kMakeBlank) != 0) make_blank(dealt.row + at(j));
+    }
+    leave();
   }
 
   // The next n rows, with their weights.

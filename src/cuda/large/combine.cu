@@ -1,4 +1,4 @@
-// combine() of many tokens, and every combine() and release() in pieces: one launch, or one per half. In pieces the receive half
+// combine() of many tokens, and its release() in pieces: one launch, or one per half. In pieces the receive half
 // sends the rounds for which the send half would have to wait.
 #include <algorithm>
 
@@ -54,15 +54,15 @@ __device__ void send_rest(const CombineArguments& a, std::uint32_t step, const C
   if (!__any_sync(~0u, any)) return;
   const RowRuns runs(k, s.rows_begin, sources, told_together(s.rows_begin[k.c.world], gridDim.x));
   send_shares(k, step, s.mine, runs, [](std::uint32_t n) { return n; }, [&](std::uint32_t n, std::uint32_t) {
-    if (const RowRun run = runs.at(n); is_sent(run.source)) send_run_alone<T>(a, step, run, s);
+    if (const RowRun run = runs.at(n); is_sent(run.source))
+      send_run_alone<T, false>(a, step, run, run.first, arrival_word(k.generation, step), s);
   });
 }
 
 enum class Rows { Sums, Offered, Any };
 
-// Two teams of adders, each with a dealer, and a teller. One team sends before it receives. Where rows are offered, the teller
-// offers them, and sends the rest. Rows::Any handles every combine: one more warp, the herald, sends headers and weights, and
-// passes on words of remote peers.
+// Two teams of adders, each with a dealer, and a teller. One team sends before it receives. The teller offers rows, and sends those
+// not offered. Rows::Any handles every combine: a herald sends headers and weights, and passes on words of remote peers.
 template <Rows kRows>
 struct Teams {
   static constexpr bool kOffers = kRows == Rows::Offered, kExtras = kRows == Rows::Any;
@@ -116,16 +116,16 @@ struct Teams {
       if (sends && team == 0) {
         if (a.send) s.claimed.wait();
         SendDealer<kExtras>(a, step, s, s.to_send, to_send).deal(s.rounds);
-        barrier_sync<kInSendingTeam, kSendingTeam>();
+        barrier_sync<kSendingTeam>(kInSendingTeam);
       }
       if (a.recv) SumDealer<kOffers, kExtras>(a, step, s, s.dealt[team], dealt, s.rows_at[team]).deal();
       if (!kExtras && a.recv && team == 1) receive_all_headers(a, step);
     } else {
       if (sends && team == 0) {
         SendAdder<T, Adders, kExtras>(a, step, s.to_send, to_send, warp, s.out, out).add_up();
-        barrier_sync<kInSendingTeam, kSendingTeam>();
+        barrier_sync<kSendingTeam>(kInSendingTeam);
       }
-      if (a.recv) SumAdder<T, Adders>(a, step, s.dealt[team], dealt, warp - team * kOfTeam).add_up();
+      if (a.recv) SumAdder<T, Adders, kExtras>(a, step, s.dealt[team], dealt, warp - team * kOfTeam).add_up();
     }
   }
 };

@@ -1,11 +1,46 @@
-// The common part of the kernels of a large combine: headers, and rows that one warp sends alone.
+// The common part of the kernels of a large combine: headers, and rows that are fetched.
+//
+// Experts may have written into one of the heap's buffers (Config::lent): receivers fetch the rows that they are offered then. Rows of a
+// source that has few, and of one of whose rows some have no place, are stored.
+//
+// Fetches are not acknowledged. A buffer is lent again to a dispatch at least `in_flight` later (pplx_comm/device/lent.py), and written behind its
+// receive half. All peers have sent theirs by then, so they have closed the step in which they fetched from it.
 #pragma once
 
+#include "../decode/combine_recv.cuh"
 #include "../rounds/combine.cuh"
-#include "fetch.cuh"
+#include "tuning.h"
 
 namespace pplx::cuda {
 namespace {
+
+// True if this source is offered its rows: it has many tokens then, and receives by a kernel that fetches. All rows of a source lie side by side.
+__device__ inline bool is_offered(const CombineArguments& a, const CombineShared& s, std::uint32_t source) {
+  const std::uint32_t end = s.rows_begin[source + 1];
+  return a.made_at != 0 && has_many(s, source) && end <= a.expert_rows;
+}
+
+// Finds out where each peer's rows are fetched from, null where they are stored. By a dealer. False: something failed.
+__device__ inline bool hear_of_rows(const CombineArguments& a, std::uint32_t step, char** rows_at) {
+  const Common& k = a.common;
+  const SpanTimer waits(k, Span::AwaitingSums);
+  bool good = true;
+  for (std::uint32_t n = threadIdx.x % 32; n < k.living; n += 32) {
+    const std::uint32_t peer = k.order[n], set = set_of(k.c, step);
+    rows_at[peer] = nullptr;
+    uint4 vec16;
+    good = good && await_tagged(k, own_slot<true>(k, set, Op::Combine, peer), Phase::CombineRecv, step, peer, vec16);
+    if (!good || (vec16.y & kOffered) == 0) continue;
+    const std::uint64_t bytes = std::uint64_t{a.plan.rows[peer]} * k.row_bytes;
+    good = await_tagged(k, k.peers[k.c.rank] + k.heap.offer_at(k.c, set, peer), Phase::CombineRecv, step, peer, vec16);
+    if (!good) continue;
+    const std::uint64_t at = vec16.x | std::uint64_t{vec16.y} << 32;
+    good = k.heap.has_made(k.c, at, bytes) || blame(k, Phase::CombineRecv, step, peer, k.heap.made, at);
+    if (good) rows_at[peer] = k.peers[peer] + at;
+  }
+  fence_system();
+  return all_of_warp(good);
+}
 
 // Takes this block's share, and sends headers and offers that are not sent yet, by one warp. Their shares follow those of weights.
 // Remote peers get a header with each round instead.
@@ -37,28 +72,6 @@ __device__ inline void receive_all_headers(const CombineArguments& a, std::uint3
   for (std::uint32_t i = remote_peers(k) + threadIdx.x % 32 * gridDim.x + blockIdx.x; i < k.living; i += 32 * gridDim.x)
     receive_header(a, step, k.order[i]);
   __syncwarp();
-}
-
-// Sends a run's rows one after the other, by one warp: rows that show by themselves, or a run of which some row has no place.
-template <typename T>
-__device__ __noinline__ void send_run_alone(const CombineArguments& a, std::uint32_t step, const RowRun& run,
-                                            const CombineShared& s) {
-  const Common& k = a.common;
-  for (std::uint32_t i = 0; i < run.rows; ++i) {
-    char* const row = block_for(k, set_of(k.c, step), Op::Combine, run.source) + k.combine.row_at(run.first + i);
-    Places places;
-    places.load<true>(a, s.rows_begin[run.source] + run.first + i);
-    const std::uint32_t n = places.check(a);
-    for (std::uint32_t at = 0; at < k.row_bytes; at += strip_bytes(kSentVectors)) {
-      const std::uint32_t begin = at + threadIdx.x % 32 * 16;
-      Sums<T, kSentVectors> sums;
-      sum_row(a, places, n, begin, k.row_bytes, sums);
-      sums.send(row, begin, k.row_bytes);
-      fuzz_delay(k, std::uint64_t{step} << 32 | at);
-    }
-    __syncwarp();
-    if (has_many(s, run.source) && threadIdx.x % 32 == 0) publish(k, row + k.combine.arrival_at, arrival_word(k.generation, step));
-  }
 }
 
 }  // namespace

@@ -35,6 +35,7 @@ struct CopyRings {
     for (std::uint64_t& turns : read) mbarrier_init(&turns, 1);
     for (std::uint64_t& turns : there) mbarrier_init(&turns, 1);
     for (std::uint64_t& turns : told) mbarrier_init(&turns, 1);
+    fence_mbarriers();
   }
 };
 
@@ -69,7 +70,7 @@ class CopyLoader {
   __device__ void load_run(const RowRun& run, std::uint32_t place) {
     const bool by_word = has_many(s_, run.source);
     if (!by_word || __any_sync(~0u, threadIdx.x % 32 < run.rows && place >= a_.expert_rows)) {
-      send_run_alone<T>(a_, step_, run, s_);
+      send_run_alone<T, false>(a_, step_, run, run.first, arrival_word(k_.generation, step_), s_);
       return;
     }
     const char* const from = a_.expert_out + place * a_.expert_stride;
@@ -155,13 +156,10 @@ class CopyStorer {
   static_assert(kMostUnderWay <= kCopiedRuns, "a run's place is told of before it is wanted again");
 
   // Each part is a group of stores. Returns how many are where they belong.
-  template <std::uint32_t kBut = kMostUnderWay - 1>
   __device__ std::uint32_t await_all_but(std::uint32_t most) const {
-    if constexpr (kBut != 0)
-      if (most < kBut) return await_all_but<kBut - 1>(most);
-    if (threadIdx.x % 32 == 0) bulk_await_stored<kBut>();
+    if (threadIdx.x % 32 == 0) bulk_await_all_but<kMostUnderWay - 1>(most);
     __syncwarp();
-    return sent_ - min(kBut, sent_);
+    return sent_ - min(most, sent_);
   }
 
   // The run ends with the part that was stored last.

@@ -171,7 +171,7 @@ __device__ inline void send_large(const DispatchArguments& a, DispatchShared<kRo
     if (!s.plan.taken) return;
     LoadedChunk loaded;
     if (a.ids != nullptr) loaded.load(a, ChunkChoices(a, s.plan.first_chunk));
-    barrier_sync<kAmongPlanners, kPlanners>();
+    barrier_sync<kPlanners>(kAmongPlanners);
     const SpanTimer plans(k, Span::Planning);
     plan_chunks<kRounds>(a, s, loaded, sums, launched + at.counts);
   } else if (is_worker()) {
@@ -197,7 +197,7 @@ __device__ inline void send_large(const DispatchArguments& a, DispatchShared<kRo
     if (!kRounds && threadIdx.x < k.c.world)
       s.rows_at[threadIdx.x] = block_for(k, set_of(k.c, s.plan.step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
     fence_shared_copies();  // where chunks were counted, tokens come
-    barrier_sync<kAmongPlanners, kPlanners>();
+    barrier_sync<kPlanners>(kAmongPlanners);
     if constexpr (kQuantises<Mode>)
       if (warp < kQuantisers) quantise_tokens<Mode>(k, s.rings, in, out, warp);
     if (warp == kLoader) loader.load();
@@ -218,7 +218,7 @@ __device__ inline void send_large(const DispatchArguments& a, DispatchShared<kRo
 template <bool kHooks, bool kRounds>
 __device__ inline void receive_large(const DispatchArguments& a, std::uint32_t step, DispatchShared<kRounds>& s, const Experts& experts) {
   const std::uint32_t warp = threadIdx.x / 32;
-  RowCarrier<kHooks, kRounds> carrier(a, step, s.receive, s.runs, experts);
+  RowCarrier<kHooks, kRounds> carrier(a, step, s.receive, &s.runs, experts);
   if (warp == kCounter) {
     count_rows(a, step, s.receive);
     if constexpr (!kRounds) carrier.find_runs();
@@ -226,8 +226,7 @@ __device__ inline void receive_large(const DispatchArguments& a, std::uint32_t s
   if (warp == kPlacer) place_rows<true, kHooks>(a, step, s.receive, experts);
   if constexpr (kRounds) {
     if (warp == kPasser && a.common.remote != 0) pass_on_dispatches<true>(a, step);
-    carrier.receive_rounds(s.received[warp]);
-    if (warp == kCounter && reports_counts() && s.receive.good) keep_rounds(a, step);
+    carrier.receive_rounds(s.received[warp], warp == kCounter && reports_counts());
     return;
   }
   if (a.send) s.plan.claimed.wait();

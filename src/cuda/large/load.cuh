@@ -1,7 +1,7 @@
 // The send half of a large dispatch: warps with roles, and rings in shared memory between them. The loader asks for tokens far
 // ahead; quantisers, where there is anything to quantise, make rows of them, a team each of them together; the dealer (large/route.cuh) looks
-// tokens up and says where their rows go; storers (large/store.cuh) take them there, by ordinary stores of all lanes; the teller, and at last
-// storers, raise the arrival words of all that has been stored, behind one fence. The dealer is only far enough ahead to saturate the link.
+// tokens up and says where their rows go; storers (large/store.cuh) take them there, to peers by bulk copies; the teller, and at last storers,
+// raise the arrival words of all that has been stored, behind one fence. The dealer is only far enough ahead to saturate the link.
 //
 // None of them waits for a peer, but the dealer: where it may keep no more own rows, for the counts, which wait for no row; in rounds for
 // room. What it has dealt before is stored and told of meanwhile.
@@ -55,7 +55,8 @@ struct SendShape {
         of_quantiser((min(k.c.hidden, kOfPart) + kOfTeam * kPass - 1) / (kOfTeam * kPass) * kPass),
         part_bytes(min(k.c.hidden, kOfPart) * kElementBytes<Mode>),
         row_bytes(k.dispatch.scales_at + 16 * k.scale_vec16s),
-        room_out(min(kRowsOutBytes / row_bytes, kMostRowsOut)),
+        pitch(static_cast<std::uint32_t>(align_up(row_bytes, kLine))),
+        room_out(min(kRowsOutBytes / pitch, kMostRowsOut)),
         teams(room_out >= kTeams * kStorers ? kTeams : 1),
         storers(teams == 1 ? 1 : kStorers),
         places_out(room_out / (teams * storers) * (teams * storers)),
@@ -66,7 +67,7 @@ struct SendShape {
 
   const std::uint32_t parts;  // a token's parts
   const std::uint32_t of_quantiser;  // elements of a part, of each of the team
-  const std::uint32_t part_bytes, row_bytes;  // the most that a place has
+  const std::uint32_t part_bytes, row_bytes, pitch;  // the most that a place has; places of rows begin at lines
   const std::uint32_t room_out;
   const std::uint32_t teams, storers;  // that there is room for
   // Each place has the same team, and the same storer, in every turn: a warp that has not seen one turn would take it for the next one.
@@ -83,15 +84,15 @@ struct SendShape<AsIs> {
         part_bytes(min(k.payload_bytes, kPartInBytes)),
         places_in(min(kRingBytes / part_bytes, kMostTokensIn) / storers * storers),
         early(min(kTokensInBytes / part_bytes, places_in)),
-        row_bytes(part_bytes),
+        pitch(part_bytes),
         places_out(places_in) {}
   __device__ std::uint32_t bytes(const Common& k, std::uint32_t part) const { return min(k.payload_bytes - part * part_bytes, part_bytes); }
 
-  const std::uint32_t parts, part_bytes, places_in, early, row_bytes, places_out;
+  const std::uint32_t parts, part_bytes, places_in, early, pitch, places_out;
 };
 static_assert(kTokensIn >= kTeams && kMostTokensIn >= kTeams && kRowsOut >= kTeams * kStorers && kRingBytes >= kStorers * kPartInBytes);
 // While a row leaves, another is made.
-constexpr bool can_deal_sends(const Config& c) { return kRowsOutBytes / (dispatch_block(c).scales_at + 16 * ceil_div(c.hidden, 512)) >= 2; }
+constexpr bool can_deal_sends(const Config& c) { return kRowsOutBytes / align_up(dispatch_block(c).scales_at + 16 * ceil_div(c.hidden, 512), kLine) >= 2; }
 
 // Initialises the rings, by one warp, before the first `__syncthreads`.
 template <typename Mode>
@@ -111,6 +112,7 @@ __device__ inline void init_rings(const Common& k, SendRings& s) {
     mbarrier_init(s.there + lane, shape.storers);
     mbarrier_init(s.told + lane, 1);
   }
+  fence_mbarriers();
   if (lane != 0) return;
   s.kept.known.init();
   s.kept.rows = s.kept.next = 0;
@@ -232,12 +234,13 @@ __device__ inline void quantise_tokens(const Common& k, SendRings& rings, const 
     if (first < elements) {
       const SpanTimer quantises(k, Span::Quantising);
       const std::uint32_t at = part * Shape::kOfPart + first;
-      char* const row = out + to.at * shape.row_bytes;
+      char* const row = out + to.at * shape.pitch;
       Shape::Quantiser::quantise(k, in + from.at * shape.part_bytes + first * kElementBytes<Mode>, min(elements - first, shape.of_quantiser), row + at,
                                  row + k.dispatch.scales_at + at / 512 * 16, [&] { arrive(rings.used + from.at); });
     } else {
       arrive(rings.used + from.at);
     }
+    fence_shared_copies();
     arrive(rings.quantised + to.at);
     go_on(shape.teams);
   }

@@ -20,26 +20,19 @@ class TileQuantiser {
     if (k.c.wire == Wire::MXFP8) {
       quantise_passes(k, from, elements, codes, scales);
       read();
-    } else if constexpr (kElementBytes == 4) {
-      quantise_of<Float32>(k, from, elements, codes, scales, read);
-    } else if (k.c.dtype == Dtype::BFloat16) {
-      quantise_of<BFloat16>(k, from, elements, codes, scales, read);
-    } else {
-      quantise_of<Float16>(k, from, elements, codes, scales, read);
+      return;
     }
+    with_type<kElementBytes>(k.c.dtype, [&](auto type) {
+      if (elements == kPasses * kPassElements)
+        quantise_tile<decltype(type), true>(k, from, elements, codes, scales, read);
+      else
+        quantise_tile<decltype(type), false>(k, from, elements, codes, scales, read);
+    });
   }
 
  private:
   static constexpr std::uint32_t kVectors = kElementBytes;  // sixteen bytes each, of a lane in a pass
   static constexpr std::uint32_t kBlockLanes = 8;
-
-  template <typename T, typename Read>
-  __device__ static void quantise_of(const Common& k, const char* from, std::uint32_t elements, char* codes, char* scales, const Read& read) {
-    if (elements == kPasses * kPassElements)
-      quantise_tile<T, true>(k, from, elements, codes, scales, read);
-    else
-      quantise_tile<T, false>(k, from, elements, codes, scales, read);
-  }
 
   struct Loaded {
     uint4 raw[kVectors];

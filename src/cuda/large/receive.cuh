@@ -4,9 +4,8 @@
 #pragma once
 
 #include "../decode/dispatch_recv.cuh"
-#include "../rounds/rounds.cuh"
+#include "../rounds/dispatch.cuh"
 #include "ring.cuh"
-#include "span_timer.cuh"
 #include "tuning.h"
 
 namespace pplx::cuda {
@@ -25,11 +24,33 @@ struct CarriedRuns {
   RunCounts counts;
 };
 
+// Receives what is in no round, by any warp that has received the rounds: rows of sources that have few tokens, for which no peer waits, then
+// padding.
+template <bool kHooks>
+static __device__ __noinline__ void receive_rest(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts e) {
+  const Common& k = a.common;
+  const std::uint32_t padding = k.c.zero_pad && k.c.layout == LayoutKind::Ragged ? k.experts : 0;
+  const auto rows_of = [&](std::uint32_t source) { return (s.many >> source & 1) != 0 ? 0 : s.rows_begin[source + 1] - s.rows_begin[source]; };
+  std::uint32_t rows = 0;
+  for (std::uint32_t source = 0; source < k.c.world; ++source) rows += rows_of(source);
+  for (std::uint32_t unit; (unit = take_next(&s.next) * gridDim.x + blockIdx.x) < rows + padding;) {
+    if (unit < rows) {
+      std::uint32_t source = 0;
+      for (; unit >= rows_of(source); ++source) unit -= rows_of(source);
+      if (!receive_showing<kHooks>(a, step, s, e, s.rows_begin[source] + unit, 1)) return;
+    } else {
+      s.placed.wait();
+      if (!s.placed_all) return;
+      zero_padding<kHooks>(a, e, unit - rows, s.ragged_rows);
+    }
+  }
+}
+
 // The receiver: any warp that has nothing to send.
 template <bool kHooks, bool kRounds>
 class RowCarrier {
  public:
-  __device__ RowCarrier(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, CarriedRuns& runs, const Experts& e)
+  __device__ RowCarrier(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, CarriedRuns* runs, const Experts& e)
       : a_(a), k_(a.common), step_(step), s_(s), runs_(runs), e_(e) {}
 
   // Counts the runs, by the warp that has counted rows.
@@ -38,21 +59,21 @@ class RowCarrier {
       const std::uint32_t own = sources() == k_.living ? 0 : s_.rows_begin[k_.c.rank + 1] - s_.rows_begin[k_.c.rank];
       const std::uint32_t most = rows_of_run(s_.rows_begin[k_.c.world] - own, gridDim.x);
       const RowRuns runs(k_, s_.rows_begin, sources(), most, a_.stretches);
-      runs_.most = most;
-      runs_.counts = runs.counts();
+      runs_->most = most;
+      runs_->counts = runs.counts();
     }
-    runs_.known.set();
+    runs_->known.set();
   }
 
   // kept: what else there is to receive, if anything.
   __device__ void receive(KeptRows* kept = nullptr) {
-    runs_.known.wait();
+    runs_->known.wait();
     if (!s_.good) return;
     const SpanTimer all(k_, Span::Receiving);
     const std::uint32_t padding = k_.c.zero_pad && k_.c.layout == LayoutKind::Ragged ? k_.experts : 0;
     for (;;) {
       const std::uint32_t unit = a_.send ? take_next(a_.chunk_counts.received) : take_next(&s_.next) * gridDim.x + blockIdx.x;
-      const RunCounts counts = runs_.counts;
+      const RunCounts counts = runs_->counts;
       if (unit >= counts.all && unit < counts.all + padding) {
         s_.placed.wait();
         if (!s_.placed_all) break;
@@ -62,7 +83,7 @@ class RowCarrier {
       RowRun run;
       // Peers' thread blocks send side by side; each peer has about the number of this rank's.
       if (unit < counts.all)
-        run = RowRuns(k_, s_.rows_begin, sources(), runs_.most, a_.stretches, counts).at(unit);
+        run = RowRuns(k_, s_.rows_begin, sources(), runs_->most, a_.stretches, counts).at(unit);
       else if (kept == nullptr || !find_kept(*kept, run))
         break;
       const bool shows = s_.showing[run.source] != 0;
@@ -72,21 +93,20 @@ class RowCarrier {
     }
   }
 
-  // In rounds, in which senders of this thread block may wait for what it receives. rows: of this warp.
-  __device__ void receive_rounds(RoundRows& rows) {
+  // In rounds, in which senders of this thread block may wait for what it receives. rows: of this warp; keeps: what sources tell.
+  __device__ void receive_rounds(RoundRows& rows, bool keeps) {
     s_.rows_known.wait();
     if (!s_.good) return;
     const SpanTimer all(k_, Span::Receiving);
     Rounds rounds(k_, a_.pieces, step_, s_.rows_begin, Phase::DispatchRecv, rows_of_run(a_.pieces.tokens * k_.living, gridDim.x), rows);
-    bool good = rounds.open(0, kNone);
+    bool good = rounds.open(0, kNone, s_.many);
     for (RoundRun run; good && rounds.find(claim(k_, a_.pieces, step_, Claim::DispatchRecv), run);) {
       good = run.rows == 0 || carry_run({run.source, run.first, run.rows}, run.slot_row, run.round);
       if (good) finish_unit(k_, a_.pieces, step_, Op::Dispatch, run.round, rounds.units(), run.is_first, rounds.all());
     }
-    if (!good || rounds.failed() || !k_.c.zero_pad || k_.c.layout != LayoutKind::Ragged) return;
-    s_.placed.wait();
-    for (std::uint32_t expert; s_.placed_all && (expert = take_next(&s_.next) * gridDim.x + blockIdx.x) < k_.experts;)
-      zero_padding<kHooks>(a_, e_, expert, s_.ragged_rows);
+    if (!good || rounds.failed()) return;
+    receive_rest<kHooks>(a_, step_, s_, e_);
+    if (keeps) keep_rounds(a_, step_, s_.many);
   }
 
  private:
@@ -129,7 +149,7 @@ class RowCarrier {
   // The next row is asked for before this one's place is looked up. slot_row: where the run lies.
   __device__ bool carry_run(const RowRun& run, std::uint32_t slot_row, std::uint32_t round) const {
     const std::uint32_t lane = lane_anew(), row_bytes = k_.dispatch.row_bytes;
-    char* row = own_slot(k_, set_of(k_.c, step_), Op::Dispatch, run.source) + k_.dispatch.row_at(slot_row);
+    char* row = own_slot<!kRounds>(k_, set_of(k_.c, step_), Op::Dispatch, run.source) + k_.dispatch.row_at(slot_row);
     if (kRounds && is_remote(k_, run.source)) row += k_.heap.piece_at(Op::Dispatch, round);  // a piece has its own header
     {
       const SpanTimer waits(k_, Span::AwaitingRow);
@@ -144,25 +164,27 @@ class RowCarrier {
     for (std::uint32_t j = 0; j < kVectors; ++j)
       if (16 * lane + 512 * j < k_.payload_bytes) v[j] = load_arrived(row + 16 * lane + 512 * j);
     if (!await_places(k_, s_)) return false;
+    const bool blank = kRounds && slot_row < k_.showing_rows;
     for (std::uint32_t i = 0; i < run.rows; ++i, row += row_bytes) {
       const RowEnd its_end = end;
       char* const next = i + 1 < run.rows ? row + row_bytes : nullptr;
       if (next != nullptr) end = load_end(next);
-      if (!carry_row(run.source, run.first + i, its_end, row, next, v)) return false;
+      if (!carry_row(run.source, run.first + i, its_end, row, next, v, kRounds ? blank : run.first + i < k_.showing_rows)) return false;
     }
     mark_stage(k_, Stage::RowPlaced);
     return true;
   }
 
-  // v: the first of the row's vectors; then those of the next one, unless that is null.
-  __device__ bool carry_row(std::uint32_t source, std::uint32_t number, const RowEnd& end, char* row, const char* next, uint4 (&v)[kVectors]) const {
+  // v: the first of the row's vectors; then those of the next one, unless that is null. blank: a later step of few tokens has a row there that
+  // shows by itself.
+  __device__ bool carry_row(std::uint32_t source, std::uint32_t number, const RowEnd& end, char* row, const char* next, uint4 (&v)[kVectors],
+                            bool blank) const {
     const SpanTimer places(k_, Span::Placing);
     ArrivedRow r;
     r.source = source;
     r.at = s_.rows_begin[source] + number;
     if (!read_route(a_, step_, end.route, e_, r)) return false;
     const std::uint32_t copies = copies_of(k_, r);
-    const bool blank = !kRounds && number < k_.showing_rows;  // a later step of few tokens has rows here that show by themselves
     char* const mine = r.out_row != kNone ? a_.out.x + std::uint64_t{r.out_row} * k_.payload_bytes : nullptr;
 #pragma unroll 1
     for (std::uint32_t begin = 0; begin < k_.payload_bytes; begin += kPartBytes) {
@@ -176,8 +198,7 @@ class RowCarrier {
     }
     if (quantised(k_.c.wire)) place_scales(r, copies, end.scales, row, blank);
     place_words(a_, r);
-    if constexpr (kHooks)
-      if (!kRounds || a_.hooks.planned != nullptr) HookWords<kHooks>::count_placed(a_, r.out_row, a_.hooks.row_units);
+    if constexpr (kHooks) HookWords<kHooks>::count_placed(a_, r.out_row, a_.hooks.row_units);
     return true;
   }
 
@@ -236,7 +257,7 @@ class RowCarrier {
   const Common& k_;
   const std::uint32_t step_;
   ReceiveShared& s_;
-  CarriedRuns& runs_;
+  CarriedRuns* const runs_;  // null in rounds
   const Experts& e_;
 };
 

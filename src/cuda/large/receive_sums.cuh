@@ -2,9 +2,9 @@
 // The inputs of a token's part: first this rank's own rows, whose sum is rounded as a peer's is, then peers' rows, ranks ascending.
 #pragma once
 
-#include "../rounds/combine.cuh"
+#include "../extras/nodes.cuh"
 #include "adders.cuh"
-#include "fetch.cuh"
+#include "combine_kernel.cuh"
 
 namespace pplx::cuda {
 
@@ -52,8 +52,7 @@ class SumDealer : RowDealer {
 
   __device__ bool in_rounds() const { return kExtras && k_.heap.in_pieces; }
 
-  // Takes the next tokens that are looked up together, and returns the first. In rounds all thread blocks claim them in order, and
-  // all are of one round.
+  // Takes the next tokens that are looked up together, returns the first. In rounds blocks claim them in order, all of one round.
   __device__ std::uint32_t take() {
     if (!in_rounds()) return take_next(&s_.received, together());
     const std::uint32_t unit = claim(k_, a_.pieces, step_, Claim::CombineRecv), of_round = units_of(a_.pieces.tokens);
@@ -80,6 +79,8 @@ class SumDealer : RowDealer {
     Looked looked;
     looked.entry = entry;
     if constexpr (kExtras) {
+      if (a_.by_node) entry = order_by_node(a_, entry);
+      looked.entry = entry;
       if (!in_rounds() || entry == kNone) return looked;
       const std::uint32_t round = first / a_.pieces.tokens, rank = entry >> 20;
       looked.entry -= a_.pieces.begin_rows[round * k_.c.world + rank];
@@ -104,7 +105,7 @@ class SumDealer : RowDealer {
     char* const rows = kFetches && comes ? rows_at_[rank] : nullptr;  // where they are fetched from, if not from this rank's slot
     const std::uint32_t peers = __ballot_sync(~0u, comes), own = __ballot_sync(~0u, is_own(entry));
     const std::uint32_t number = entry & 0xfffffu;
-    char* row = comes ? own_slot(k_, set_of(k_.c, step_), Op::Combine, rank) + k_.combine.row_at(number) : nullptr;
+    char* row = comes ? own_slot<!kExtras>(k_, set_of(k_.c, step_), Op::Combine, rank) + k_.combine.row_at(number) : nullptr;
     if (kFetches && rows != nullptr) row = rows + std::uint64_t{number} * k_.row_bytes;
     if (in_rounds()) {
       if (!await_round_rows(row, rank, first / a_.pieces.tokens)) return false;
@@ -117,6 +118,7 @@ class SumDealer : RowDealer {
     if (k_.c.layout != LayoutKind::Compact && choice() >= __popc(looked.places)) looked.place = kNone;
     looked.place = checked(looked.place);
     const std::uint32_t placed = __ballot_sync(~0u, looked.place != kNone);
+    const std::uint32_t ends = kExtras && a_.by_node ? ends_of_nodes(a_, entry) : 0;
     const char* const own_row = expert_row(looked.place);
     for (std::uint32_t i = 0; i < tokens && !(kExtras && a_.release); ++i) {
       const std::uint32_t lanes = lanes_of(i);
@@ -124,7 +126,8 @@ class SumDealer : RowDealer {
         const int from = static_cast<int>(((i << k_.group_shift) + lane()) & 31);
         take_tail<false>(a_, step_, token(first + i), __popc(peers & lanes), of_lane(row, from), __shfl_sync(~0u, rank, from));
       }
-      deal_token(token(first + i), placed & lanes, own & lanes, peers & lanes, own_row, looked.weight, row, rows == nullptr && number < k_.word_rows);
+      deal_token(token(first + i), placed & lanes, own & lanes, peers & lanes, own_row, looked.weight, row,
+                 (rows == nullptr && number < k_.word_rows ? kMakeBlank : 0) | (ends >> lane() & 1 ? kEndsNode : 0));
     }
     if (!in_rounds()) return true;
     finish();
@@ -160,9 +163,9 @@ class SumDealer : RowDealer {
     unread_ = kNone;
   }
 
-  // placed, own, peers: lanes with a place of an own row, the one with that row, and those with peers' rows.
+  // placed, own, peers: lanes with a place of an own row, the one with that row, and those with peers' rows. what: this lane's.
   __device__ void deal_token(std::uint32_t token, std::uint32_t placed, std::uint32_t own, std::uint32_t peers, const char* own_row,
-                             float weight, char* row, bool blank) {
+                             float weight, char* row, std::uint32_t what) {
     DealtRow dealt;
     dealt.token = token;
     dealt.own = static_cast<std::uint8_t>(__popc(placed));
@@ -170,7 +173,7 @@ class SumDealer : RowDealer {
     dealt.before = static_cast<std::uint8_t>(__popc(peers & (own - 1)));
     dealt.what = own != 0 ? kHasOwn : 0;
     const bool is_peer = (peers >> lane() & 1) != 0;
-    const std::uint8_t of_peer = dealt.what | (blank ? kMakeBlank : 0);
+    const auto of_peer = static_cast<std::uint8_t>(dealt.what | what);
     for (dealt.at = 0; dealt.at < k_.row_bytes; dealt.at += part_) {
       if ((placed | peers) == 0) add(0, dealt, nullptr, 0);
       const std::uint32_t bytes = min(part_, k_.row_bytes - dealt.at);
@@ -191,15 +194,14 @@ class SumDealer : RowDealer {
 };
 
 // An adder: one of several warps.
-template <typename T, typename Adders>
+template <typename T, typename Adders, bool kExtras = false>
 class SumAdder : RowAdder<Adders> {
   using Base = RowAdder<Adders>;
   using Base::a_, Base::k_, Base::part_, Base::kVectors;
   using Base::at, Base::leave, Base::look, Base::take;
 
  public:
-  __device__ SumAdder(const CombineArguments& a, std::uint32_t step, DealtRows& ring, const RingMemory& memory, std::uint32_t number)
-      : Base(a, step, ring, memory, number) {}
+  using Base::Base;
 
   __device__ void add_up() {
     const SpanTimer all(k_, Span::ReceivingSums);
@@ -218,6 +220,8 @@ class SumAdder : RowAdder<Adders> {
     if (first.own + first.peers == 0) leave();
     if (rows == 2 && as_it_is && !a_.accumulate)
       add_two(bytes, y);
+    else if (kExtras && a_.by_node)
+      add_nodes(first.peers, bytes, y);
     else
       add_all(first, bytes, y);
     mark_stage(k_, Stage::Added);
@@ -235,7 +239,7 @@ class SumAdder : RowAdder<Adders> {
 
   __device__ void add_all(const DealtRow& first, std::uint32_t bytes, char* y) {
     uint4 own[kVectors], v[kVectors];
-    const bool has_own = (first.what & kHasOwn) != 0;
+    const bool has_own = !kExtras && (first.what & kHasOwn) != 0;
     if (has_own) add_own(first.own, bytes, own);
     Sums<T, kVectors> sums;
     if (a_.accumulate) load(y, bytes, sums);
@@ -246,6 +250,20 @@ class SumAdder : RowAdder<Adders> {
       sums.add_row(v);
     }
     if (has_own && first.before == first.peers) sums.add_row(own);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j)
+      if (at(j) < bytes) store16(y + at(j), T::pack(sums.sum[j]));
+  }
+
+  __device__ void add_nodes(std::uint32_t rows, std::uint32_t bytes, char* y) {
+    Sums<T, kVectors> sums, of_node;
+    of_node.start(-0.0f);
+    if (a_.accumulate) load(y, bytes, sums);
+    for (; rows != 0; --rows) {
+      const bool ends = (look().what & kEndsNode) != 0;
+      Base::template add_next<T>(bytes, of_node);
+      if (ends) add_node(sums, of_node);
+    }
 #pragma unroll
     for (int j = 0; j < kVectors; ++j)
       if (at(j) < bytes) store16(y + at(j), T::pack(sums.sum[j]));

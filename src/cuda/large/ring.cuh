@@ -1,5 +1,4 @@
-// How warps share work: counts that they claim from, and rings of places in shared memory, each with an mbarrier for its producer and
-// one for its consumers.
+// How warps share work: counts that they claim from, and rings of places, each with mbarriers for its producer and its consumers.
 #pragma once
 
 #include "../common/wait.cuh"
@@ -8,17 +7,13 @@ namespace pplx::cuda {
 
 // Claims the next `n` of what a count deals out, for a warp. Returns the first.
 __device__ inline std::uint32_t take_next(std::uint32_t* count, std::uint32_t n = 1) {
-  std::uint32_t first = 0;
-  if (threadIdx.x % 32 == 0) first = atomicAdd(count, n);
-  return __shfl_sync(~0u, first, 0);
+  return of_first_lane([&] { return atomicAdd(count, n); });
 }
 
 // Counts `more` that the lanes of a warp have done. Returns the count before.
 __device__ inline std::uint32_t count_of_warp(std::uint32_t* count, std::uint32_t more) {
   __syncwarp();
-  std::uint32_t before = 0;
-  if (threadIdx.x % 32 == 0) before = count_in_order(count, more);
-  before = __shfl_sync(~0u, before, 0);
+  const std::uint32_t before = of_first_lane([&] { return count_in_order(count, more); });
   __syncwarp();
   return before;
 }
@@ -28,6 +23,17 @@ __device__ inline std::uint32_t count_of_warp(std::uint32_t* count, std::uint32_
 __device__ inline void await_turn(std::uint64_t* turns, std::uint32_t nth) {
   while (!phase_wait(turns, nth & 1)) {
   }
+}
+
+// True if the nth turn is over, for all lanes of a warp.
+__device__ inline bool is_over(std::uint64_t* turns, std::uint32_t nth) { return __all_sync(~0u, phase_test(turns, nth & 1)); }
+
+// Waits until all but this thread's `most` last groups of stores are where they belong: at most kMost of them.
+template <std::uint32_t kMost>
+__device__ inline void bulk_await_all_but(std::uint32_t most) {
+  if constexpr (kMost != 0)
+    if (most < kMost) return bulk_await_all_but<kMost - 1>(most);
+  bulk_await_stored<kMost>();
 }
 
 // The place that a warp is at. Each warp goes through the ring by itself.

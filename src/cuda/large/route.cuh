@@ -1,5 +1,4 @@
-// The dealer of a dispatch of many tokens (large/load.cuh): the warp that knows where rows go, and writes what lies behind their payload but for
-// scales.
+// The dealer of a dispatch of many tokens (large/load.cuh): the warp that knows where rows go, and writes their routes.
 #pragma once
 
 #include "../plan/token_plan.cuh"
@@ -17,9 +16,8 @@ class TokenDealer {
       : a_(a), k_(a.common), plan_(plan), receive_(receive), experts_(experts), rows_at_(rows_at), rings_(rings) {
     together_ = min(32u >> k_.group_shift, kTokensTogether);
     if (k_.living == 1) return;
-    const std::uint32_t most = tokens_on_their_way(min(a.stretches, gridDim.x), k_.dispatch.row_bytes, k_.living, k_.c.top_k);
-    while (together_ > 1 && 2 * together_ > most) together_ /= 2;
-    under_way_ = min(most / together_, kBatches);
+    while (together_ > 1 && 2 * together_ > a.under_way) together_ /= 2;
+    under_way_ = min(a.under_way / together_, kBatches);
   }
 
   __device__ void deal() {

@@ -25,6 +25,7 @@ struct PartsOut {
   __device__ void init(std::uint32_t adders) {
     for (std::uint64_t& turns : filled) mbarrier_init(&turns, adders);
     for (std::uint64_t& turns : sent) mbarrier_init(&turns, 1);
+    fence_mbarriers();
   }
 };
 
@@ -63,7 +64,7 @@ class SendDealer : RowDealer {
   __device__ void deal_rounds(std::uint32_t most, RoundRows& rows) {
     const PieceArguments& p = a_.pieces;
     Rounds rounds(k_, p, step_, s_.rows_begin, Phase::CombineSend, most, rows);
-    bool good = rounds.open(p.begin, p.end);
+    bool good = rounds.open(p.begin, p.end, s_.many);
     // A receive half does not wait with what its send half has claimed.
     const Claim what = p.begins ? Claim::CombineSend : Claim::CombineRest;
     for (RoundRun run; good && rounds.find(claim(k_, p, step_, what), run);) {
@@ -94,7 +95,7 @@ class SendDealer : RowDealer {
     const char* const from = expert_row(place);
     char* rows = block_for(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(slot_row);
     if (kExtras && is_remote(k_, run.source)) rows += k_.heap.piece_at(Op::Combine, round);
-    const bool by_word = (kExtras && k_.heap.in_pieces) || has_many(s_, run.source);
+    const bool by_word = has_many(s_, run.source);
     mark_stage(k_, Stage::Found);
     const RunEnd end{static_cast<std::uint16_t>(round), static_cast<std::uint8_t>(run.source), static_cast<std::uint8_t>(run.rows)};
     DealtRow dealt;

@@ -22,28 +22,32 @@ class RowStorer {
     const SpanTimer all(k_, Span::Sending);
     if (number_ >= shape_.storers) return;
     for (Ring at(kBatches);; at.next()) {
+      // Stores of one batch are on their way while the next one's begin.
+      if (!is_over(rings_.dealt + at.at, at.turn)) finish(0);
       {
         const SpanTimer waits(k_, Span::AwaitingPlan);
         await_turn(rings_.dealt + at.at, at.turn);
       }
       const Batch& batch = rings_.batches[at.at];
       const std::uint32_t tokens = batch.tokens;
+      groups_ = 0;
       for (std::uint32_t i = 0; i < tokens; ++i)
         if constexpr (kQuantises<Mode>)
           store_next(batch, i, 0, shape_.row_bytes);
         else
           for (std::uint32_t part = 0; part < shape_.parts; ++part) store_next(batch, i, part * shape_.part_bytes, shape_.bytes(k_, part));
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(rings_.there + at.at);
-      if (tokens == 0) return;
+      finish(groups_);
+      leaving_ = at.at;
+      if (tokens == 0) return finish(0);
     }
   }
 
  private:
-  static constexpr std::uint32_t kVectors = 8;  // sixteen bytes each, of a lane: a row of 7168 codes and their scales takes two passes
+  static constexpr std::uint32_t kVectors = 8;  // sixteen bytes each, of a lane: a row of 7168 codes takes two passes
+  static constexpr std::uint32_t kMostGroups = kTokensTogether;
 
-  __device__ std::uint64_t* filled() const { return (kQuantises<Mode> ? rings_.quantised : rings_.loaded) + place_.at; }
-  __device__ std::uint64_t* emptied() const { return (kQuantises<Mode> ? rings_.stored : rings_.used) + place_.at; }
+  __device__ std::uint64_t* filled() const { return kQuantises<Mode> ? rings_.quantised : rings_.loaded; }
+  __device__ std::uint64_t* emptied() const { return kQuantises<Mode> ? rings_.stored : rings_.used; }
 
   // The next place, if it is this storer's: `bytes` of the batch's nth token's row, from `first` on.
   __device__ void store_next(const Batch& batch, std::uint32_t nth, std::uint32_t first, std::uint32_t bytes) {
@@ -51,30 +55,33 @@ class RowStorer {
     place_.next();
   }
 
-  __device__ void store_place(const Batch& batch, std::uint32_t nth, std::uint32_t first, std::uint32_t bytes) const {
+  __device__ void store_place(const Batch& batch, std::uint32_t nth, std::uint32_t first, std::uint32_t bytes) {
     const std::uint32_t lane = threadIdx.x % 32;
     SentRow sent;
     if (lane >> k_.group_shift == 0) sent = batch.rows[(nth << k_.group_shift) + lane];
-    const std::uint32_t rows = __ballot_sync(~0u, sent.row != nullptr), copies = __ballot_sync(~0u, sent.place != nullptr);
-    const char* const from = ring_ + place_.at * shape_.row_bytes;
+    const std::uint32_t copies = __ballot_sync(~0u, sent.place != nullptr);
+    const char* const from = ring_ + place_.at * shape_.pitch;
     if constexpr (!kQuantises<Mode>)
-      if (a_.scales != nullptr && first == 0) store_given_scales(sent, rows, copies, batch.first + nth);
+      if (a_.scales != nullptr && first == 0) store_given_scales(sent, copies, batch.first + nth);
     {
       const SpanTimer waits(k_, Span::AwaitingTile);
-      await_turn(filled(), place_.turn);
+      if (!is_over(filled() + place_.at, place_.turn)) release<0>();
+      await_turn(filled() + place_.at, place_.turn);
     }
     fuzz_delay(k_, place_.at);
     const SpanTimer stores(k_, Span::StoringTiles);
-    if (sent.row != nullptr) sent.row += first;
+    // In bulk: ordinary stores stand in one queue with loads and barriers of their multiprocessor, which a link that takes nothing would stop.
+    if (sent.row != nullptr) bulk_store(sent.row + first, from, bytes);
+    bulk_end_group();
+    ++groups_;
     if (sent.place != nullptr) sent.place += first;
 #pragma unroll 1
-    for (std::uint32_t begin = 0; begin < bytes; begin += kVectors * 512) {
+    for (std::uint32_t begin = 0; copies != 0 && begin < bytes; begin += kVectors * 512) {
       const std::uint32_t at = begin + 16 * lane;
       uint4 v[kVectors];
 #pragma unroll
       for (std::uint32_t j = 0; j < kVectors; ++j)
         if (at + 512 * j < bytes) v[j] = *reinterpret_cast<const uint4*>(from + at + 512 * j);
-      store_part(sent.row, rows, at, bytes, v);
       store_part(sent.place, copies, at, kQuantises<Mode> ? k_.payload_bytes : bytes, v);
     }
     if constexpr (kQuantises<Mode>)
@@ -83,8 +90,27 @@ class RowStorer {
         if (nth_vec16 < k_.scale_vec16s) vec16 = *reinterpret_cast<const uint4*>(from + k_.dispatch.scales_at + 16 * nth_vec16);
         place_scales(sent.scales, copies, vec16, nth_vec16);
       }
+    release<1>();
+    unread_ = place_.at;
+  }
+
+  // Gives back the place before, behind which there have been kBut others.
+  template <std::uint32_t kBut>
+  __device__ void release() {
+    if (unread_ == kNone) return;
+    bulk_await_read<kBut>();
     __syncwarp();
-    if (lane == 0) mbarrier_arrive(emptied());
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(emptied() + unread_);
+    unread_ = kNone;
+  }
+  // Ends the batch before. All stores but those of the last `groups` places are its.
+  __device__ void finish(std::uint32_t groups) {
+    if (groups == 0) release<0>();
+    if (leaving_ == kNone) return;
+    bulk_await_all_but<kMostGroups>(groups);
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) mbarrier_arrive(rings_.there + leaving_);
+    leaving_ = kNone;
   }
 
   // To the place that each of `lanes` has, as far as there is room.
@@ -105,7 +131,8 @@ class RowStorer {
   }
 
   // Those that the caller gave for a token.
-  __device__ void store_given_scales(const SentRow& sent, std::uint32_t rows, std::uint32_t copies, std::uint32_t token) const {
+  __device__ void store_given_scales(const SentRow& sent, std::uint32_t copies, std::uint32_t token) const {
+    const std::uint32_t rows = __ballot_sync(~0u, sent.row != nullptr);
 #pragma unroll 1
     for (std::uint32_t begin = 0; begin < k_.scale_vec16s; begin += 32) {
       const std::uint32_t at = begin + threadIdx.x % 32;
@@ -126,19 +153,18 @@ class RowStorer {
   const std::uint32_t number_;
   const Shape shape_;
   Ring place_;
+  std::uint32_t unread_ = kNone;  // the place that was stored from last, if it may still be read
+  std::uint32_t leaving_ = kNone, groups_ = 0;  // a batch of which stores are on their way; places stored from since
 };
 
-// Raises the words of all rows that are there, behind one fence. By the teller, and by storers that have nothing more to store: the last fence
-// need not begin behind another.
+// Raises the words of all rows that are there, behind one fence. By the teller, and by storers that are done: so fences overlap.
 template <bool kRounds>
 __device__ inline void tell_of_rows(const DispatchArguments& a, std::uint32_t step, SendRings& rings) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   for (;;) {
-    std::uint32_t told = lane == 0 ? *const_cast<volatile std::uint32_t*>(&rings.next_told) : 0;
-    told = __shfl_sync(~0u, told, 0);
+    std::uint32_t told = of_first_lane([&] { return *const_cast<volatile std::uint32_t*>(&rings.next_told); });
     if (told == kNone) return;
-    const auto is_there = [&](std::uint32_t n) { return phase_test(rings.there + n % kBatches, n / kBatches & 1); };
     {
       const SpanTimer waits(k, Span::AwaitingTile);
       await_turn(rings.there + told % kBatches, told / kBatches);
@@ -147,10 +173,8 @@ __device__ inline void tell_of_rows(const DispatchArguments& a, std::uint32_t st
     bool ends = false;
     do
       ends = rings.batches[end++ % kBatches].tokens == 0;
-    while (!ends && end - told < kBatches && __all_sync(~0u, is_there(end)));
-    std::uint32_t claimed = 0;
-    if (lane == 0) claimed = atomicCAS(&rings.next_told, told, ends ? kNone : end);
-    if (__shfl_sync(~0u, claimed, 0) != told) continue;
+    while (!ends && end - told < kBatches && is_over(rings.there + end % kBatches, end / kBatches));
+    if (of_first_lane([&] { return atomicCAS(&rings.next_told, told, ends ? kNone : end); }) != told) continue;
     const SpanTimer tells(k, Span::Telling);
     fence_system();
     for (; told != end; ++told) {

@@ -29,22 +29,34 @@ inline constexpr std::uint32_t kTokensIn = 6, kRowsOut = 12;
 inline constexpr std::uint32_t kStorers = 3;
 // Tokens that are looked up together; how many such batches are under way, and are told of with one fence at most.
 inline constexpr std::uint32_t kTokensTogether = 4, kBatches = 8;
-// Bytes of rows that a GPU has in flight to peers, though each thread block may have two tokens. With more, loads and stores of all
-// multiprocessors wait for the link.
-inline constexpr std::uint64_t kRowBytesOnTheirWay = 4 << 20;
+// Bytes of rows that a GPU has in flight to peers, though each thread block may have two tokens. With more, loads and stores of many
+// multiprocessors wait for the link; few have gaps with less.
+inline constexpr std::uint64_t kRowBytesOfFew = 8 << 20, kRowBytesOfMany = 4 << 20;
+inline constexpr std::uint32_t kFewSenders = 48;
 // Tokens of a thread block, whose choices are spread evenly over `living` ranks.
 constexpr std::uint32_t tokens_on_their_way(std::uint32_t senders, std::uint32_t row_bytes, std::uint32_t living, std::uint32_t top_k) {
   float without = 1;  // the part of tokens that a rank gets no row of
   for (std::uint32_t i = 0; i < top_k; ++i) without *= 1 - 1.0f / static_cast<float>(living);
   const float rows = static_cast<float>(living - 1) * (1 - without);
-  const auto fair = static_cast<std::uint32_t>(kRowBytesOnTheirWay / (senders * static_cast<std::uint64_t>(rows * row_bytes) + 1));
+  const std::uint64_t bytes = senders <= kFewSenders ? kRowBytesOfFew : kRowBytesOfMany;
+  const auto fair = static_cast<std::uint32_t>(bytes / (senders * static_cast<std::uint64_t>(rows * row_bytes) + 1));
   return fair < 2 ? 2 : fair;
 }
-// Thread blocks that fill the link. Where a launch has more, the others receive from the start.
-inline constexpr std::uint32_t kSendingBlocks = 66;
-// share: in percent (PPLX_COMM_SENDING_SHARE), or 0.
-constexpr std::uint32_t sending_blocks(std::uint32_t blocks, std::uint32_t share) {
-  return share == 0 ? std::min(blocks, kSendingBlocks) : std::max(1u, blocks * share / 100);
+// Thread blocks that fill the link. Where a launch has more, the others receive from the start. What fills it for several peers, whose rows
+// are copies of the same tokens, are fewer: a thread block that sends hardly receives meanwhile, so at most half of them send, if there are
+// enough to quantise many tokens in time. Receivers of sums have more to store.
+inline constexpr std::uint32_t kSendingBlocks = 66, kSendingBlocksToMany = 44;
+inline constexpr std::uint32_t kLeastHalvedOfCopies = 16, kLeastHalvedOfSums = 32, kLeastTokensOfHalf = 768;
+struct SendShare {
+  std::uint32_t percent = 0;  // PPLX_COMM_SENDING_SHARE, or 0: as tuned
+  std::uint32_t living = 0, tokens = 0;
+  bool sums = false;
+};
+constexpr std::uint32_t sending_blocks(std::uint32_t blocks, const SendShare& s) {
+  if (s.percent != 0) return std::max(1u, blocks * s.percent / 100);
+  if (s.living <= 2 || s.tokens < kLeastTokensOfHalf || blocks < (s.sums ? kLeastHalvedOfSums : kLeastHalvedOfCopies))
+    return std::min(blocks, kSendingBlocks);
+  return std::min(blocks / 2, s.sums ? kSendingBlocks : kSendingBlocksToMany);
 }
 // In rounds, where senders wait for receivers.
 inline constexpr std::uint32_t kSendingShareInRounds = 50;
@@ -66,7 +78,8 @@ struct LargeTokens {
   std::uint32_t tokens;
 };
 // The first line that holds counts; none: kLargeTokensElsewhere. The least number from which on a dispatch and a combine together are no
-// slower by the large kernels: bench/crossover.py on two H100, and for up to eight ranks on four H200. In pieces no line counts.
+// slower by the large kernels: bench/crossover.py on two H100, and for up to eight ranks on four H200. In pieces steps of more than
+// Config::whole_tokens are large.
 inline constexpr LargeTokens kLargeTokens[] = {
     // Compact.
     {{132, 8, 14336, 8, false}, 64},

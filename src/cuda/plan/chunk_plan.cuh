@@ -9,7 +9,6 @@
 #pragma once
 
 #include "../common/step.cuh"
-#include "../large/span_timer.cuh"
 #include "../large/tuning.h"
 #include "token_plan.cuh"
 #include "../rounds/remote.cuh"
@@ -61,8 +60,7 @@ struct ChunkChoices {
   }
 };
 
-// A warp's shared memory for counting or placing a chunk: for each column, the tokens in it, a bit each; the ranks of each token;
-// valid ids.
+// A warp's shared memory for counting or placing a chunk: tokens of each column and ranks of each token, a bit each; valid ids.
 struct ChunkMarks {
   std::uint32_t *tokens, *ranks;  // [columns]; [tokens][2]
   std::int32_t* ids;
@@ -240,9 +238,7 @@ static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std:
 
 // Claims the counting of a chunk; true if it was unclaimed.
 __device__ inline bool take_chunk(const DispatchArguments& a, std::uint32_t step, std::uint32_t chunk) {
-  bool mine = false;
-  if (threadIdx.x % 32 == 0) mine = atomicExch(a.chunk_counts.taken + chunk, step) != step;
-  return __any_sync(~0u, mine);
+  return of_first_lane([&] { return atomicExch(a.chunk_counts.taken + chunk, step); }) != step;
 }
 
 // Waits, by one warp, until the counts of chunks [first, end) are there, 32 of them at most. All warps of the GPU look at the same few
@@ -473,14 +469,9 @@ __device__ inline void begin_plan(const DispatchArguments& a, LargePlan& s, std:
 template <bool kRounds>
 __device__ inline void claim_set(const DispatchArguments& a, LargePlan& s) {
   const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32;
-  bool taken = !begins_step<kRounds>(a) || may_take_at_once(k, s.step, s.closed);
-  if (!taken) {
-    if (lane == 0) taken = may_take_later(k, s.step);
-    taken = __shfl_sync(~0u, taken, 0);
-  }
+  bool taken = !begins_step<kRounds>(a) || may_take_set(k, s.step, s.closed);
   if constexpr (kRounds) taken = taken && (k.remote == 0 || !a.pieces.begins || may_write_all(k, s.step, Op::Dispatch));
-  if (lane == 0) s.taken = taken;
+  if (threadIdx.x % 32 == 0) s.taken = taken;
   s.claimed.set();
 }
 

@@ -27,8 +27,7 @@ struct ReceiveShared {
   std::uint32_t ragged_rows;  // that the output must have
 };
 
-// base[source][expert] becomes the output row of the source's first row of the expert; base[world] is where the expert ends. A
-// source has whole vec16s of four experts.
+// base[source][expert] becomes the output row of a source's first row of an expert, which ends at base[world]. In whole vec16s.
 struct Experts {
   std::uint32_t* base;
   std::uint32_t vec16s;  // a source's
@@ -41,8 +40,7 @@ struct Experts {
 // The thread block that tells the caller what has come: it is the least likely to have sent anything.
 __device__ inline bool reports_counts() { return blockIdx.x == gridDim.x - 1; }
 
-// Waits, by any warp, until it is known where rows go. Compact: a row's number says so, whatever the experts are. False after a
-// failure.
+// Waits, by any warp, until it is known where rows go; false after a failure. Compact: a row's number says so at once.
 __device__ inline bool await_places(const Common& k, ReceiveShared& s) {
   if (k.c.layout == LayoutKind::Compact) return true;
   s.placed.wait();
@@ -54,8 +52,7 @@ __device__ inline void check_counts(const Common& k, std::uint32_t step, const R
 #pragma unroll 1
   for (std::uint32_t source = threadIdx.x % 32; source < k.c.world; source += 32) {
     const std::uint32_t rows = s.rows[source], choices = s.choices[source];
-    if (choices < rows || choices > rows * k.c.top_k)
-      fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, rows, choices);
+    if (choices < rows || choices > rows * k.c.top_k) blame(k, Phase::DispatchRecv, step, source, rows, choices);
   }
 }
 
@@ -84,9 +81,7 @@ __device__ inline bool read_rows(const Common& k, std::uint32_t step, ReceiveSha
       s.showing[source] = vec16.y;
     }
     many |= std::uint64_t{__ballot_sync(~0u, vec16.z != 0)} << first;
-    if (!good || vec16.x <= k.most_rows) continue;
-    fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, source, step}, k.most_rows, vec16.x);
-    good = false;
+    if (good && vec16.x > k.most_rows) good = blame(k, Phase::DispatchRecv, step, source, k.most_rows, vec16.x);
   }
   if (lane == 0) s.many = many;
   return all_of_warp(good);
@@ -179,8 +174,7 @@ __device__ inline void report_totals(const DispatchArguments& a, const ReceiveSh
   if (a.out.num_rows != nullptr) *a.out.num_rows = static_cast<std::int32_t>(rows);
 }
 
-// Counts become places: a lane has four experts after each other. One thread block reports what the caller is told. True: an expert
-// has more than Padded has room for.
+// Turns counts into places: a lane has four experts after each other. True: an expert has more than Padded has room for.
 __device__ inline bool place_experts(const DispatchArguments& a, bool reports, ReceiveShared& s, const Experts& e) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, room = k.c.max_per_expert;

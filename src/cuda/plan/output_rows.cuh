@@ -13,8 +13,7 @@ struct ArrivedRow {
   float weight;
 };
 
-// Finds the output row of this lane's choice, as far as the rest of the row says. place: the route's, if the choice is here. False:
-// the source must not send it.
+// Finds the output row of this lane's choice. place: the route's, if the choice is here. False: the source must not send it.
 __device__ inline bool find_place(const DispatchArguments& a, bool here, std::uint32_t place, const Experts& e, ArrivedRow& r) {
   const Common& k = a.common;
   const bool compact = k.c.layout == LayoutKind::Compact;

@@ -21,8 +21,7 @@ class RowRuns {
   __device__ RowRuns(const Common& k, const std::uint32_t* rows_begin, std::uint32_t sources, std::uint32_t most, std::uint32_t stretches,
                      const RunCounts& counts)
       : k_(k), begin_(rows_begin), sources_(sources), most_(most), stretches_(stretches), counts_(counts) {}
-  // Counts runs, by all lanes of a warp. sources: the first ones of the order; most: rows of a run; stretches: of each source, more
-  // or less.
+  // Counts runs, by all lanes of a warp. sources: the first ones of the order; most: rows of a run; stretches: of each source.
   __device__ RowRuns(const Common& k, const std::uint32_t* rows_begin, std::uint32_t sources, std::uint32_t most, std::uint32_t stretches = 1)
       : k_(k), begin_(rows_begin), sources_(sources), most_(most), stretches_(stretches) {
     std::uint32_t all = 0, least = kNone;

@@ -1,6 +1,5 @@
 // The plan of a step: which ranks want a token, and which of each peer's rows and of each expert's it is. Every thread block makes
-// it for its own tokens, from the ids: what comes before them is a count over all earlier tokens, in any order, so no thread block
-// waits for another's.
+// it for its own tokens, and counts all earlier tokens, in any order, from the ids. So no thread block waits for another's.
 #pragma once
 
 #include <type_traits>
@@ -20,8 +19,7 @@ struct PlanShared {
   float weights[kMostChoicesOfUnit];
 };
 
-// As it was loaded, or -1. Nothing is made of it before it is used, not even a wide number of a narrow one: that would wait for it,
-// and each load for the one before.
+// As it was loaded, or -1. Nothing is made of it before it is used: that would wait for it, and each load for the one before.
 struct RawId {
   std::uint32_t low = 0xffffffffu, high = 0xffffffffu;
   __device__ std::int64_t value(bool wide) const {
@@ -50,11 +48,6 @@ __device__ inline std::int32_t valid_id(const DispatchArguments& a, const RawId&
   if (id < 0 || id >= k.c.num_experts) return -1;
   const bool nobody = !kMappedOnly && k.dead != 0 && (k.dead >> k.per_rank.divide(static_cast<std::uint32_t>(id)) & 1) != 0;
   return nobody ? -1 : static_cast<std::int32_t>(id);
-}
-__device__ inline std::int32_t load_id(const DispatchArguments& a, std::uint64_t at, bool report) {
-  const RawId id = load_raw_id(a, at);
-  if (report && is_bad(a, id)) a.common.report->notices.bad_ids = 1;
-  return valid_id<false>(a, id);
 }
 
 // The index, among the choices of all tokens, of the nth choice of this rank's own tokens.
@@ -96,8 +89,7 @@ struct EarlyIds {
   __device__ RawId of_pass(std::uint32_t i) const { return i == 0 ? ids[0] : i == 1 ? ids[1] : ids[2]; }
 };
 
-// Adds this rank's tokens [from, to) to the counts of rows by rank, and of choices by expert. early: of the first passes from token
-// 0.
+// Adds this rank's tokens [from, to) to the counts of rows by rank, and of choices by expert. early: of the first passes.
 template <bool kMappedOnly>
 __device__ inline void count_tokens(const DispatchArguments& a, std::uint32_t from, std::uint32_t to, bool loaded,
                                     const EarlyIds& early, PlanShared& s, std::uint32_t* experts) {
@@ -208,8 +200,7 @@ struct UnitPlan {
   }
 };
 
-// Calls visit(rank) for each of these ranks: remote ones first, for the proxy has the longer way; of each kind from rank + 1 on,
-// itself last.
+// Calls visit(rank) for each of these ranks: remote ones first, whose way is longer; of each kind from rank + 1 on, itself last.
 template <bool kMappedOnly, typename Visit>
 __device__ inline void visit_in_order(const Common& k, typename PlannedToken<kMappedOnly>::Ranks ranks, const Visit& visit) {
   using Ranks = typename PlannedToken<kMappedOnly>::Ranks;

@@ -6,13 +6,11 @@
 // Remote peers are those that stores do not reach: the others' memory is mapped, whatever made it (pplx_comm/wiring/gpu_memory.py).
 #pragma once
 
-#include "../common/rows.cuh"
 #include "../common/wait.cuh"
 
 #ifdef PPLX_CARRIER
 #include PPLX_CARRIER
 #include "../../protocol/signals.h"
-#include "put_counts.h"
 #endif
 
 namespace pplx::cuda {
@@ -32,14 +30,13 @@ __device__ inline std::uint32_t context_of(const Common& k, std::uint32_t step, 
   return (nth * k.c.in_flight + set_of(k.c, step)) * kOps + static_cast<std::uint32_t>(op);
 }
 
-// The bytes [begin, end) of this rank's block for the peer are a part of it: one put, and one signal, by one thread. What other threads
-// stored of them, they released to this one.
+// Puts the bytes [begin, end) of this rank's block for the peer, a part, by one thread, to which others have released their stores.
 __device__ inline void put_part(const Common& k, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t part, std::uint64_t begin, std::uint64_t end) {
   const std::uint32_t set = set_of(k.c, step);
   fuzz_delay(k, std::uint64_t{step} << 32 | part << 16 | peer << 8 | static_cast<std::uint32_t>(op));
   ++*of_signal(k.puts->posted, k, step, op, part, peer);
-  carrier::put(k, peer, context_of(k, step, op), k.blocks + k.heap.slot_at(k.c, set, op, k.c.rank) + begin, block_for(k, set, op, peer) + begin,
-               end - begin, signal_of(k, step, op, part, k.c.rank));
+  carrier::put(k, peer, context_of(k, step, op), k.blocks + k.heap.remote_slot_at(set, op, k.slot_at[peer]) + begin,
+               block_for(k, set, op, peer) + begin, end - begin, signal_of(k, step, op, part, k.c.rank));
   mark_stage(k, Stage::Told);
 }
 
@@ -70,7 +67,7 @@ static __device__ __noinline__ bool wait_for_put(const Common& k, std::uint32_t 
   const char* const word = signal_of(k, step, op, 0, peer);
   const AwaitedPut put(k, step, op, 0, peer, kPieces);
   // The last step that was seen for certain is the peer's step before.
-  const std::uint64_t seen = arrival_word(k.generation, step - k.c.in_flight);
+  const auto seen = [&] { return arrival_word(k.generation, step - k.c.in_flight); };
   const bool good = keep_looking(k, word, phase, step, peer, seen, [&] {
     if (carrier::reached(word, put.wanted)) return true;
     look_for_carrier_errors(k, step, phase);
@@ -91,7 +88,7 @@ __device__ inline bool later_part_landed(const Common& k, std::uint32_t step, Op
 
 // Once the peer has answered it: waits until the block may be written again.
 __device__ inline bool wait_until_left(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer) {
-  const std::uint64_t seen = arrival_word(k.generation, step - k.c.in_flight);
+  const auto seen = [&] { return arrival_word(k.generation, step - k.c.in_flight); };
   return keep_looking(k, nullptr, phase, step, peer, seen, [&] {
     if (carrier::left(k, peer, context_of(k, step, op)) && (!k.heap.in_pieces || carrier::left(k, peer, context_of(k, step, op, 1)))) return true;
     look_for_carrier_errors(k, step, phase);
@@ -111,8 +108,8 @@ __device__ inline void put_piece(const Common& k, std::uint32_t step, Op op, std
   const std::uint32_t set = set_of(k.c, step), place = piece % kPlaces;
   const std::uint64_t at = k.heap.piece_at(op, piece);
   ++*of_signal(k.puts->posted, k, step, op, place, peer);
-  carrier::put(k, peer, context_of(k, step, op, place), k.blocks + k.heap.slot_at(k.c, set, op, k.c.rank) + at, block_for(k, set, op, peer) + at,
-               layout.bytes(rows), piece_signal_of(k, step, op, place, k.c.rank));
+  carrier::put(k, peer, context_of(k, step, op, place), k.blocks + k.heap.remote_slot_at(set, op, k.slot_at[peer]) + at,
+               block_for(k, set, op, peer) + at, layout.bytes(rows), piece_signal_of(k, step, op, place, k.c.rank));
 }
 
 // This rank has read the peer's next piece. By one thread, which has seen that those before were told of.

@@ -1,9 +1,8 @@
-// combine() of few tokens in every case: peers of other nodes, replicas, tails, weights of its own.
+// combine() of few tokens in every case: peers of other nodes, replicas, tails, weights of its own, few tokens in pieces.
 #include "../decode/combine_kernel.cuh"
 #include "combine_extras.cuh"
 
-namespace pplx::cuda {
-namespace decode {
+namespace pplx::cuda::decode {
 
 Choice<CombineArguments> choose_general(const Config& c) {
   return choose_type(c.dtype, [](auto type) -> Choice<CombineArguments> {
@@ -11,5 +10,4 @@ Choice<CombineArguments> choose_general(const Config& c) {
   });
 }
 
-}  // namespace decode
-}  // namespace pplx::cuda
+}  // namespace pplx::cuda::decode

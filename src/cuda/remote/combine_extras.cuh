@@ -1,24 +1,42 @@
-// The additions of the general kernel of a combine: blocks of peers of other nodes, replicas, tails and weights.
+// The additions of the general kernel of a combine: blocks of peers of other nodes, replicas, tails, weights, and sources of several rounds.
 #pragma once
 
-#include "../decode/combine_recv.cuh"
-#include "../extras/tails.cuh"
-#include "../extras/weights.cuh"
+#include "../extras/nodes.cuh"
+#include "../large/combine_kernel.cuh"
 
 namespace pplx::cuda {
 
 __device__ inline void receive_remote_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
   const Common& k = a.common;
   if (!wait_for_block(k, step, Op::Combine, Phase::CombineRecv, peer)) return;
-  bool good = true;
-  const BlockHeader h = read_header(k, own_slot(k, set_of(k.c, step), Op::Combine, peer), Phase::CombineRecv, step, peer, good);
-  if (!good) return;
+  const BlockHeader h = load_header(own_slot(k, set_of(k.c, step), Op::Combine, peer));
+  if (!check_header(k, h, Phase::CombineRecv, step, peer)) return;
   if (check_combine_header(a, step, peer, h.rows, h.flags)) pass_on_rows(k, step, Op::Combine, Phase::CombineRecv, peer, h.rows);
   see_it_leave(k, step, Op::Dispatch, Phase::DispatchSend, peer);
 }
 
 template <>
 struct CombineExtras<false> {
+  struct Shared : CombineShared {
+    RoundRows rounds[kCombineWarps];
+  };
+  // Sends a step in pieces in which some source has many tokens, or the rounds that its send half has left, by all warps. It waits for those
+  // sources alone, and they for no row that this rank receives.
+  template <typename T>
+  __device__ static __noinline__ void send_rounds(const CombineArguments& a, std::uint32_t step, Shared& s) {
+    const Common& k = a.common;
+    const PieceArguments& p = a.pieces;
+    const std::uint32_t warp = threadIdx.x / 32;
+    if (blockIdx.x == 0 && warp == 0) forget_rounds(k, p, step, Op::Dispatch);
+    if (a.send && warp == 0) begin_to_send(a, step, s);
+    if (a.release) return;
+    if (a.send && a.uses_weights) send_all_weights(a, step);
+    Rounds rounds(k, p, step, s.rows_begin, Phase::CombineSend, 1, s.rounds[warp]);
+    bool good = rounds.open(p.begin, p.end, s.many);
+    for (RoundRun run; good && rounds.find(claim(k, p, step, p.begins ? Claim::CombineSend : Claim::CombineRest), run);)
+      good = run.rows == 0 || (make_room(k, p, step, run) && send_run_alone<T, true>(a, step, {run.source, run.first, run.rows}, run.slot_row,
+                                                                                    word_of_round(k, step, run.round), s));
+  }
   // Finds out whether remote peers' blocks may be written, by the whole block.
   __device__ static void find_what_may_be_sent(const Common& k, std::uint32_t step, CombineShared& s) {
     const std::uint32_t peer = threadIdx.x;
@@ -36,7 +54,17 @@ struct CombineExtras<false> {
     if (threadIdx.x % 32 == 0) count_header(k, step, Op::Combine, peer, rows, parts);
   }
   __device__ static void count_strips(const Common& k, std::uint32_t step, std::uint32_t source, std::uint32_t row, std::uint32_t runs, std::uint32_t rows) {
-    count_piece(k, step, Op::Combine, source, row, runs, RowsOfBlock(rows));
+    count_part(k, step, Op::Combine, source, parts_of(k, Op::Combine).part_of(row), 1, runs, RowsOfBlock(rows));
+  }
+  // Brings a token's rows into the order of nodes. Returns a bit for each that is the last of its node; 0: each counts by itself.
+  __device__ static std::uint32_t order_by_node(const CombineArguments& a, std::uint32_t& entry) {
+    if (!a.by_node) return 0;
+    entry = cuda::order_by_node(a, entry);
+    return ends_of_nodes(a, entry);
+  }
+  template <typename T, int kVectors>
+  __device__ static void add_node(Sums<T, kVectors>& sums, Sums<T, kVectors>& of_node) {
+    cuda::add_node(sums, of_node);
   }
   // A warp's.
   __device__ static bool await_remote_row(const Common& k, std::uint32_t step, std::uint32_t source, std::uint32_t row) {
@@ -61,15 +89,24 @@ struct CombineExtras<false> {
   __device__ static void write_tail(const CombineArguments& a, std::uint32_t choices, std::uint32_t place, char* to) {
     cuda::write_tail(a, choices, place, to);
   }
+  // Waits for the words behind a token's tails, and takes these. False: they will not come.
   template <bool kGives>
-  __device__ static bool read_tail(const CombineArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t n, const char* row, std::uint32_t rank) {
-    return cuda::read_tail<kGives>(a, step, own, n, row, rank);
+  __device__ static bool read_tail(const CombineArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t n,
+                                   const char* row, std::uint32_t rank) {
+    const Common& k = a.common;
+    const bool good = threadIdx.x % 32 >= n || is_remote(k, rank) ||
+                      wait<Match::Exact>(k, row + k.combine.arrival_at, Phase::CombineRecv, step, rank);
+    if (!all_of_warp(good)) return false;
+    take_tail<kGives>(a, step, own, n, row, rank);
+    return true;
   }
-
   template <typename T, int kVectors>
-  __device__ static void give_strip(const Common& k, std::uint32_t step, std::uint32_t own, const Sums<T, kVectors>& sums, std::uint32_t begin,
-                                    std::uint32_t end) {
-    cuda::give_strip(k, step, own, sums, begin, end);
+  __device__ static void give_strip(const Common& k, std::uint32_t step, std::uint32_t own, const Sums<T, kVectors>& sums,
+                                     std::uint32_t begin, std::uint32_t end) {
+    for (std::uint32_t i = 1; i < k.slice.of; ++i) {
+      fuzz_delay(k, std::uint64_t{step} << 32 | i << 24 | begin);
+      sums.give(slice_block(k, step, member(k, k.slice.number + i), k.c.rank) + k.combine.row_at(own), begin, end);
+    }
   }
   // A replica does its own strips first, which the others wait for, then takes theirs. False: something failed.
   template <typename T>
@@ -87,7 +124,7 @@ struct CombineExtras<false> {
     }
     const std::uint32_t warp = threadIdx.x / 32 * gridDim.x + blockIdx.x, warps = kCombineWarps * gridDim.x;
     for (unit = warp; unit < (a.tokens - a.own) * strips; unit += warps)
-      if (!take_strip<kReceivedVectors>(a, step, unit)) return false;
+      if (!take_strip(a, step, unit)) return false;
     for (std::uint32_t i = warps - 1 - warp; i < others; i += warps)
       if (threadIdx.x % 32 == 0) receive_slice_header(a, step, (k.slice.number + 1 + i) % k.slice.of);
     return true;

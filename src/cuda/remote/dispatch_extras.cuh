@@ -1,22 +1,19 @@
-// The additions of the general kernel of a dispatch: blocks for peers of other nodes, and what replicas compare.
+// The additions of the general kernel of a dispatch: blocks for peers of other nodes, what replicas compare, and sources of several rounds.
 #pragma once
 
+#include "../../protocol/replicas.h"
 #include "../decode/dispatch_send.cuh"
-#include "../extras/replicas_agree.cuh"
+#include "../large/receive.cuh"
 #include "pass_on_counts.cuh"
 
 namespace pplx::cuda {
 
+// Shared memory for the rounds that this launch receives.
+inline std::uint32_t bytes_of_rounds(const Config& c) { return in_pieces(c) ? kDispatchWarps * static_cast<std::uint32_t>(sizeof(RoundRows)) : 0; }
+
 template <>
 struct DispatchExtras<false> {
-  // True if the blocks of all remote peers may be written. A warp's.
-  __device__ static bool may_write_blocks(const Common& k, std::uint32_t step) {
-    bool good = true;
-    come_late(k, step);
-    for (std::uint32_t peer = threadIdx.x % 32; peer < k.c.world; peer += 32)
-      if (is_remote(k, peer) && (k.dead >> peer & 1) == 0) good = may_write(k, step, Op::Dispatch, peer) && good;
-    return __all_sync(~0u, good);
-  }
+  __device__ static bool may_write_blocks(const Common& k, std::uint32_t step) { return may_write_all(k, step, Op::Dispatch); }
   // Writes a remote peer's header, with its counts. A warp that stores a row of its block counts that row.
   __device__ static void write_header(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, const SendShared& s, const std::uint32_t* experts) {
     const Common& k = a.common;
@@ -47,7 +44,7 @@ struct DispatchExtras<false> {
     return row_was_passed_on(k, step, Op::Dispatch, Phase::DispatchRecv, source, row);
   }
   __device__ static void pass_on(const DispatchArguments& a, std::uint32_t step) { pass_on_dispatches(a, step); }
-  // Tells a replica what both must have in common: a digest of all tokens' ids.
+  // Tells a replica, or this rank's comparing block, what replicas must have in common: tokens, and a digest of all their ids.
   __device__ static __noinline__ void tell_replica(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, SendShared& s) {
     const Common& k = a.common;
     const bool own = peer == k.c.rank;
@@ -58,7 +55,9 @@ struct DispatchExtras<false> {
       if (threadIdx.x == 0) s.digest = 0;
       sync_senders();
       for (std::uint32_t i = threadIdx.x; i < a.tokens * k.c.top_k; i += kSenders) {
-        digest += id_digest(i, load_id(a, i, own));
+        const RawId id = load_raw_id(a, i);
+        if (own && is_bad(a, id)) k.report->notices.bad_ids = 1;
+        digest += id_digest(i, valid_id<false>(a, id));
         if (own && a.weights != nullptr) a.plan.weights[i] = a.weights[i];
       }
 #pragma unroll
@@ -68,9 +67,37 @@ struct DispatchExtras<false> {
       digest = s.digest;
       if (own && threadIdx.x == 0) *a.plan.ids_digest = digest;
     }
-    if (threadIdx.x == 0) tell_of_tokens(a, step, peer, digest);
+    if (threadIdx.x != 0) return;
+    const auto part = [&](int i) { return static_cast<std::uint32_t>(digest >> 21 * i) & 0x1fffffu; };
+    const PackedNumbers p = pack_numbers({a.tokens, part(0), part(1), part(2)});
+    fuzz_delay(k, digest);
+    store_tagged(k, k.peers[peer] + k.heap.compared_at(k.c, set_of(k.c, step), k.c.rank), step, p.words[0], p.words[1], p.words[2]);
   }
-  __device__ static void check_replicas(const Common& k, std::uint32_t step) { cuda::check_replicas(k, step); }
+  // Fails of replicas that do not hold the same tokens.
+  __device__ static __noinline__ void check_replicas(const Common& k, std::uint32_t step) {
+    const auto compared = [&](std::uint32_t rank, std::uint32_t (&n)[kNumbersOfVec16]) {
+      const char* place = k.peers[k.c.rank] + k.heap.compared_at(k.c, set_of(k.c, step), rank);
+      uint4 vec16 = make_uint4(0, 0, 0, 0);
+      if (!await_tagged(k, place, Phase::DispatchRecv, step, rank, vec16)) return false;
+      unpack_numbers({{vec16.x, vec16.y, vec16.z}}, n);
+      return true;
+    };
+    for (std::uint32_t source = threadIdx.x % 32; source < k.c.world; source += 32) {
+      if ((k.replicas >> source & 1) == 0) continue;
+      std::uint32_t own[kNumbersOfVec16], theirs[kNumbersOfVec16];
+      if (!compared(k.c.rank, own) || !compared(source, theirs)) return;
+      bool same = true;
+      for (std::uint32_t i = 0; i < kNumbersOfVec16; ++i) same = same && own[i] == theirs[i];
+      if (!same) blame(k, Phase::DispatchRecv, step, source, kTokens | own[0], theirs[0]);
+    }
+  }
+  // Receives a step in pieces in which some source has many tokens, by any warp. Behind the places of experts there is room for rounds.
+  template <bool kHooks>
+  __device__ static __noinline__ void receive_rounds(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts e) {
+    auto* const rows = reinterpret_cast<RoundRows*>(&e.at(a.common.c.world + 1, 0));
+    const std::uint32_t warp = threadIdx.x / 32;
+    RowCarrier<kHooks, true>(a, step, s, nullptr, e).receive_rounds(rows[warp], warp == 0 && reports_counts());
+  }
 };
 
 }  // namespace pplx::cuda

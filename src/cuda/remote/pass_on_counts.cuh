@@ -7,12 +7,6 @@
 
 namespace pplx::cuda {
 
-// Behind the last expert a header has anything.
-__device__ inline PackedNumbers packed_counts(const Common& k, std::uint32_t first, const uint4& counts) {
-  const auto of = [&](std::uint32_t j, std::uint32_t n) { return first + j < k.experts ? n & kMostOfNumber : 0; };
-  return pack_numbers({of(0, counts.x), of(1, counts.y), of(2, counts.z), of(3, counts.w)});
-}
-
 // In pieces: keeps what the first header of a source says of its rounds. False: it cannot be so.
 __device__ inline bool keep_first_piece(const DispatchArguments& a, std::uint32_t step, const BlockHeader& h) {
   const Common& k = a.common;
@@ -23,8 +17,7 @@ __device__ inline bool keep_first_piece(const DispatchArguments& a, std::uint32_
   if (h.pieces > 1 && h.pieces <= p.most) kept[2] = h.end;
   const bool fits = h.piece == 0 && h.begin == 0 && h.pieces >= 1 && h.pieces <= p.most && h.end <= min(h.rows, p.tokens);
   if (fits && (h.pieces > 1 || h.end == h.rows)) return true;
-  fail(k, {AbortReason::Protocol, Phase::DispatchRecv, k.c.rank, h.source, step}, p.most, h.pieces);
-  return false;
+  return blame(k, Phase::DispatchRecv, step, h.source, p.most, h.pieces);
 }
 // Keeps where the round of a source's later header ends. False: it cannot end there.
 __device__ inline bool keep_piece(const DispatchArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t piece) {
@@ -33,14 +26,13 @@ __device__ inline bool keep_piece(const DispatchArguments& a, std::uint32_t step
   std::uint32_t* const kept = kept_rounds(p, source);
   const std::uint32_t set = set_of(k.c, step), pieces = kept[0], begin = kept[1 + piece];
   const std::uint32_t rows = load_vec16(k.peers[k.c.rank] + k.heap.rows_at(k.c, set, source)).x;
-  const BlockHeader h = load_piece_header(own_slot(k, set, Op::Dispatch, source) + k.heap.piece_at(Op::Dispatch, piece));
+  const BlockHeader h = load_header(own_slot(k, set, Op::Dispatch, source) + k.heap.piece_at(Op::Dispatch, piece));
   const std::uint32_t most = min(rows, begin + p.tokens), end = piece + 1 < pieces ? min(max(begin, h.end), most) : rows;
   if (piece + 1 < pieces) kept[2 + piece] = end;
   return end <= most && check_piece_header(k, h, Phase::DispatchRecv, step, source, piece, pieces, {begin, end});
 }
 
-// Writes the counts of n remote peers' headers as peers of the node write them. A look across PCIe takes a microsecond: several are asked for
-// at once, of whatever peers.
+// Writes the counts of n remote peers' headers as peers of the node do. A look across PCIe takes a microsecond: several go at once.
 __device__ inline void pass_on_counts(const Common& k, std::uint32_t step, const std::uint8_t* group, std::uint32_t n) {
   constexpr std::uint32_t kAtOnce = 4;
   const std::uint32_t set = set_of(k.c, step), lane = threadIdx.x % 32, vectors = k.expert_vec16s;
@@ -57,7 +49,10 @@ __device__ inline void pass_on_counts(const Common& k, std::uint32_t step, const
     for (std::uint32_t j = 0; j < kAtOnce; ++j) {
       const std::uint32_t i = first + 32 * j;
       if (i >= n * vectors) continue;
-      const PackedNumbers p = packed_counts(k, i % vectors * kNumbersOfVec16, counts[j]);
+      // Behind the last expert a header has anything.
+      const std::uint32_t expert = i % vectors * kNumbersOfVec16;
+      const auto of = [&](std::uint32_t nth, std::uint32_t n) { return expert + nth < k.experts ? n & kMostOfNumber : 0; };
+      const PackedNumbers p = pack_numbers({of(0, counts[j].x), of(1, counts[j].y), of(2, counts[j].z), of(3, counts[j].w)});
       store_tagged(k, k.peers[k.c.rank] + k.heap.counts_at(k.c, set, group[i / vectors]) + kVec16Bytes * (i % vectors), step, p.words[0], p.words[1], p.words[2]);
     }
   }
@@ -76,15 +71,12 @@ __device__ inline void pass_on_later_pieces(const DispatchArguments& a, std::uin
   pass_on_rounds(a.common, p, step, {Op::Dispatch, Phase::DispatchSend, Phase::DispatchRecv}, begin, take);
 }
 
-// A warp's part: what remote peers' headers say becomes pieces of counts, as a peer of the node writes them, and their arrival words come
-// to device memory: of 32 peers at once.
+// Passes on remote peers' headers and arrival words, by a warp, of 32 peers at once.
 template <bool kPieces = false>
 __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint32_t step) {
   const Common& k = a.common;
   const std::uint32_t set = set_of(k.c, step), lane = threadIdx.x % 32;
-  bool mine = false;
-  if (lane == 0) mine = claim_words(k, step, Op::Dispatch);
-  if (!__any_sync(~0u, mine)) return;
+  if (of_first_lane([&] { return claim_words(k, step, Op::Dispatch); }) == 0) return;
   const std::uint32_t peers = remote_peers(k);
   for (std::uint32_t begin = 0; begin < peers; begin += 32) {
     const std::uint8_t* group = k.order + begin;  // the order begins with peers of other nodes
@@ -92,17 +84,13 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
     const bool there = lane >= n || wait_for_block<kPieces>(k, step, Op::Dispatch, Phase::DispatchRecv, peer);
     if (!all_of_warp(there)) return;
     mark_stage(k, Stage::Heard);
-    BlockHeader h;
-    if constexpr (kPieces)
-      h = load_piece_header(own_slot(k, set, Op::Dispatch, peer));
-    else
-      h = load_header(own_slot(k, set, Op::Dispatch, peer));
+    const BlockHeader h = load_header(own_slot(k, set, Op::Dispatch, peer));
     pass_on_counts(k, step, group, n);
     // Counts are not used before it is known how many rows there are.
     bool good = lane >= n || check_header(k, h, Phase::DispatchRecv, step, peer);
     if constexpr (kPieces) good = good && (lane >= n || keep_first_piece(a, step, h));
     if (good && lane < n) {
-      store_tagged(k, k.peers[k.c.rank] + k.heap.rows_at(k.c, set, peer), step, h.rows, 0, 0);
+      store_tagged(k, k.peers[k.c.rank] + k.heap.rows_at(k.c, set, peer), step, h.rows, 0, k.heap.in_pieces ? 1 : 0);
       if constexpr (kPieces) {
         pass_on(k, step, Signal::Dispatch, peer);
         store_release_here(parts_word(k, k.peers[k.c.rank], step, Op::Dispatch, peer), pieces_word(k.generation, step, 1));

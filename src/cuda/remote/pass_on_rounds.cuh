@@ -3,7 +3,6 @@
 #pragma once
 
 #include "../rounds/rounds.cuh"
-#include "block_words.cuh"
 
 namespace pplx::cuda {
 
@@ -26,17 +25,7 @@ __device__ inline bool check_piece_header(const Common& k, const BlockHeader& h,
                                           std::uint32_t pieces, const PieceRows& of) {
   if (!check_header(k, h, phase, step, peer)) return false;
   if (h.piece == piece && h.pieces == pieces && h.begin == of.begin && h.end == of.end) return true;
-  fail(k, {AbortReason::Protocol, phase, k.c.rank, peer, step}, piece, h.piece);
-  return false;
-}
-__device__ inline BlockHeader load_piece_header(const char* piece) {
-  BlockHeader h = load_header(piece);
-  const auto* from = reinterpret_cast<const std::uint32_t*>(piece);
-  h.piece = __ldcg(from + 8);
-  h.pieces = __ldcg(from + 9);
-  h.begin = __ldcg(from + 10);
-  h.end = __ldcg(from + 11);
-  return h;
+  return blame(k, phase, step, peer, piece, h.piece);
 }
 
 // A lane's view of one remote peer: how far it is, and how far it must come.

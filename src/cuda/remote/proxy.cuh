@@ -1,27 +1,52 @@
 // Peers of other nodes: a host thread, the proxy, moves their blocks. Both ends of a block lie in this rank's pinned host memory,
-// which kernels write and read as they do a peer's. With a carrier that kernels drive (remote/carrier.cuh) blocks lie in its memory, and threads
-// that would tell the proxy put them: each part with a signal of its own, since nothing orders two puts.
+// which kernels write and read as they do a peer's. With a carrier that kernels drive (remote/carrier.cuh) blocks lie in its memory,
+// and threads that would tell the proxy put them: each part with a signal of its own, since nothing orders two puts.
 //
-//   sending     A block goes in parts (parts.h). Each warp (or thread block) that has stored rows of a part says so in the part's count,
-//               and the header, which knows how many rows there are, counts, too, and in the place of rows that the last part lacks.
-//               The thread that completes a part tells the proxy of all parts that are complete from the first on, by the peer's word in the
-//               mailbox: one thread at a time, which looks again before it leaves.
-//   receiving   The proxy counts parts in host memory, which lies across PCIe: one thread for each peer looks there, and raises the
-//               same word in device memory for all others.
-//   writing     A block is written again only after all of it has left, which the proxy says in host memory, too. The thread that
-//   again       looks after a peer's answer looks there as well: a set's dispatch has left before its combine is complete, a combine
-//               and weights before the set's next dispatch. So a writer knows from device memory.
+// docs/design.md has the parts of a block ("Parts"), and why it is there for a thread that sees its arrival word ("Arrival"). Host
+// memory lies across PCIe: one thread for each peer looks there, and raises the same words in device memory for all others. Its warp
+// claims the task, since only a thread block that runs can be waited for.
 //
-// The warp that looks is not chosen by number: it claims the task, since only a thread block that runs can be waited for.
-// Why a block is there for a thread that sees its arrival word: docs/design.md, "Arrival".
+// A block is written again only after all of it has left, which the same thread looks for: a set's dispatch has left before its
+// combine is complete, a combine and weights before the set's next dispatch. So a writer knows from device memory.
 #pragma once
 
 #include "../../protocol/mailbox.h"
 #include "../../protocol/pieces.h"
 #include "carrier.cuh"
-#include "../common/wait.cuh"
 
 namespace pplx::cuda {
+
+// ---- arrival words and headers of blocks, for peers of other nodes, for replicas and for weights ----
+
+__device__ inline const char* arrival(const Common& k, std::uint32_t step, Signal signal, std::uint32_t peer) {
+  return k.peers[k.c.rank] + k.heap.arrival_at(k.c, set_of(k.c, step), signal, peer);
+}
+__device__ inline void raise_at_peer(const Common& k, std::uint32_t step, Signal signal, std::uint32_t peer) {
+  fuzz_delay(k, arrival_word(k.generation, step));
+  raise_arrival<Atomics>(k.peers[peer], k.heap, k.c, signal, k.c.rank, k.generation, step);
+}
+
+__device__ inline BlockHeader load_header(const char* block) {
+  const uint4 first = load_arrived(block), piece = load_arrived(block + 2 * kVec16Bytes);
+  const std::uint32_t source = load_arrived(block + kVec16Bytes).x;
+  return {first.x, first.y, first.z, first.w, source, 0, 0, piece.x, piece.y, piece.z, piece.w};
+}
+
+// Returns true if a header is what this step's block of that peer must have; fails otherwise.
+__device__ inline bool check_header(const Common& k, const BlockHeader& h, Phase phase, std::uint32_t step, std::uint32_t peer) {
+  if (h.step == step && h.generation == k.generation && h.source == peer && h.rows <= k.most_rows) return true;
+  return blame(k, phase, step, peer, arrival_word(k.generation, step), arrival_word(h.generation, h.step));
+}
+
+// Writes a header: the threads of a group together, before the peer is told.
+__device__ inline void write_header(const Common& k, char* block, std::uint32_t step, std::uint32_t rows, std::uint32_t flags,
+                                    std::uint32_t thread) {
+  if (thread >= sizeof(BlockHeader) / kVec16Bytes) return;
+  const uint4 behind = make_uint4(thread == 1 ? k.c.rank : 0, 0, 0, 0);
+  store16(block + kVec16Bytes * thread, thread == 0 ? make_uint4(step, k.generation, rows, flags) : behind);
+}
+
+// ---- parts of blocks ----
 
 // In the word of a block's parts, beside a bit for each that is complete: a thread tells the proxy of them.
 inline constexpr std::uint32_t kTelling = 1u << kMostParts;
@@ -133,12 +158,6 @@ static __device__ __noinline__ void count_part(const Common& k, std::uint32_t st
   complete_part(k, step, op, peer, part, rows);
 }
 
-// The same for a piece of a row, of which a row has `each`.
-[[maybe_unused]] static __device__ __noinline__ void count_piece(const Common& k, std::uint32_t step, Op op, std::uint32_t peer,
-                                                                 std::uint32_t row, std::uint32_t each, RowsOfBlock rows) {
-  count_part(k, step, op, peer, parts_of(k, op).part_of(row), 1, each, rows);
-}
-
 // The rows [first, first + n) have been stored.
 [[maybe_unused]] static __device__ __noinline__ void count_rows(const Common& k, std::uint32_t step, Op op, std::uint32_t peer,
                                                                 std::uint32_t first, std::uint32_t n, RowsOfBlock rows) {
@@ -187,21 +206,6 @@ __device__ inline std::uint64_t last_whole(const Common& k, std::uint64_t word, 
   return arrival_word((k.generation & ~0xffffu) | static_cast<std::uint32_t>(word >> 48), of == step ? step - k.c.in_flight : of);
 }
 
-// Waits until a word counts `wanted` parts of the peer's block. Returns how many there are; 0: they will not come.
-static __device__ __noinline__ std::uint32_t wait_for_parts(const Common& k, const char* word, Phase phase, std::uint32_t step, std::uint32_t peer,
-                                               std::uint32_t wanted) {
-  std::uint64_t seen = 0;
-  std::uint32_t there = 0;
-  const bool good = keep_looking(k, word, phase, step, peer, seen, [&] {
-    const std::uint64_t now = load_acquire(word);
-    there = pieces_in(now, k.generation, step);
-    seen = last_whole(k, now, step);
-    return there >= wanted;
-  });
-  fuzz_delay(k, there);
-  return good ? there : 0;
-}
-
 // The word of a peer's parts, in host memory or in this GPU's.
 __device__ inline char* parts_word(const Common& k, char* memory, std::uint32_t step, Op op, std::uint32_t peer) {
   return memory + k.heap.count_at(k.c, k.heap.pieces, set_of(k.c, step), op, peer);
@@ -214,16 +218,16 @@ __device__ inline char* parts_word(const Common& k, char* memory, std::uint32_t 
   char* const here = parts_word(k, k.peers[k.c.rank], step, op, peer);
   const std::uint32_t all = parts_of(k, op).count(rows);
   std::uint32_t there = 0;
-  std::uint64_t seen = kCarrier ? arrival_word(k.generation, step - k.c.in_flight) : 0;
+  std::uint64_t now = 0;
+  const auto seen = [&] { return kCarrier ? arrival_word(k.generation, step - k.c.in_flight) : last_whole(k, now, step); };
   keep_looking(k, word, phase, step, peer, seen, [&] {
     std::uint32_t came = there;
     if (kCarrier) {
       while (came < all && (came == 0 || later_part_landed(k, step, op, peer, came))) ++came;
       if (came < all) look_for_carrier_errors(k, step, phase);
     } else {
-      const std::uint64_t now = load_acquire(word);
+      now = load_acquire(word);
       came = pieces_in(now, k.generation, step);
-      seen = last_whole(k, now, step);
     }
     if (came > there) {
       fuzz_delay(k, came);
@@ -234,8 +238,17 @@ __device__ inline char* parts_word(const Common& k, char* memory, std::uint32_t 
   });
 }
 
+// Waits until the part of the peer's block that has a row was passed on. False: it will not come.
 [[maybe_unused]] static __device__ __noinline__ bool row_was_passed_on(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t row) {
-  return wait_for_parts(k, parts_word(k, k.peers[k.c.rank], step, op, peer), phase, step, peer, parts_of(k, op).part_of(row) + 1) != 0;
+  const char* const word = parts_word(k, k.peers[k.c.rank], step, op, peer);
+  const std::uint32_t wanted = parts_of(k, op).part_of(row) + 1;
+  std::uint64_t now = 0;
+  const bool good = keep_looking(k, word, phase, step, peer, [&] { return last_whole(k, now, step); }, [&] {
+    now = load_acquire(word);
+    return pieces_in(now, k.generation, step) >= wanted;
+  });
+  fuzz_delay(k, wanted);
+  return good;
 }
 
 }  // namespace pplx::cuda

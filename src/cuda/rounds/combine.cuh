@@ -1,7 +1,9 @@
-// Room for the rounds of a combine in pieces, and headers and words of its remote peers.
+// Room for the rounds of a combine in pieces, rows that one warp sends alone, and headers and words of remote peers.
 #pragma once
 
-#include "../remote/combine_extras.cuh"
+#include "../decode/combine_recv.cuh"
+#include "../extras/tails.cuh"
+#include "../extras/weights.cuh"
 #include "../remote/pass_on_rounds.cuh"
 
 namespace pplx::cuda {
@@ -15,6 +17,36 @@ __device__ inline bool make_room(const Common& k, const PieceArguments& p, std::
     good = await_room(k, p, Phase::CombineSend, step, Op::Combine, run.source, run.round);
   if (!all_of_warp(good)) return false;
   fence_copies();
+  return true;
+}
+
+// Sends a run's rows one after the other, by one warp. slot_row: the first one's; word: of rows that do not show by themselves. False: the
+// source's weights will not come.
+template <typename T, bool kExtras>
+[[maybe_unused]] static __device__ __noinline__ bool send_run_alone(const CombineArguments& a, std::uint32_t step, const RowRun& run,
+                                                                    std::uint32_t slot_row, std::uint64_t word, const CombineShared& s) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32;
+  for (std::uint32_t i = 0; i < run.rows; ++i) {
+    char* const row = block_for(k, set_of(k.c, step), Op::Combine, run.source) + k.combine.row_at(slot_row + i);
+    Places places;
+    places.load<!kExtras>(a, s.rows_begin[run.source] + run.first + i);
+    const std::uint32_t n = places.check(a);
+    if (kExtras && a.uses_weights)
+      if (!sent_weight(a, step, run.source, run.first + i, lane, lane < k.c.top_k, places.weight)) return false;
+    for (std::uint32_t at = 0; at < k.row_bytes; at += strip_bytes(kSentVectors)) {
+      const std::uint32_t begin = at + lane * 16;
+      Sums<T, kSentVectors> sums;
+      sum_row(a, places, n, begin, k.row_bytes, sums);
+      sums.send(row, begin, k.row_bytes);
+      fuzz_delay(k, std::uint64_t{step} << 32 | at);
+    }
+    const bool with_tail = kExtras && a.has_tail;
+    if (with_tail) write_tail(a, places.choices, places.out_row, row + k.combine.tail_at);
+    __syncwarp();
+    if ((with_tail || has_many(s, run.source)) && lane == 0)
+      publish(k, row + k.combine.arrival_at, has_many(s, run.source) ? word : arrival_word(k.generation, step));
+  }
   return true;
 }
 
@@ -36,7 +68,7 @@ __device__ inline bool make_room(const Common& k, const PieceArguments& p, std::
 __device__ inline bool check_piece(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, std::uint32_t piece,
                                    std::uint32_t pieces) {
   const Common& k = a.common;
-  const BlockHeader h = load_piece_header(own_slot(k, set_of(k.c, step), Op::Combine, peer) + k.heap.piece_at(Op::Combine, piece));
+  const BlockHeader h = load_header(own_slot(k, set_of(k.c, step), Op::Combine, peer) + k.heap.piece_at(Op::Combine, piece));
   if (!check_header(k, h, Phase::CombineRecv, step, peer)) return false;
   // With other flags there are no rows, and no pieces.
   if (piece == 0 && !check_combine_header(a, step, peer, h.rows, h.flags)) return false;
@@ -48,9 +80,7 @@ __device__ inline bool check_piece(const CombineArguments& a, std::uint32_t step
 __device__ inline void pass_on_combines(const CombineArguments& a, std::uint32_t step) {
   const Common& k = a.common;
   const PieceArguments& p = a.pieces;
-  bool mine = false;
-  if (threadIdx.x % 32 == 0) mine = claim_words(k, step, Op::Combine);
-  if (!__any_sync(~0u, mine)) return;
+  if (of_first_lane([&] { return claim_words(k, step, Op::Combine); }) == 0) return;
   const std::uint32_t rounds = rounds_of_own(p, a.own);
   const auto begin = [&](PassedPeer& of) {
     of.all_landed = rounds;

@@ -1,8 +1,7 @@
 // dispatch() in pieces, whatever the number of tokens. The receive half sends what the send half must wait for.
 #include "../large/dispatch_kernel.cuh"
 
-namespace pplx::cuda {
-namespace large {
+namespace pplx::cuda::large {
 
 Choice<DispatchArguments> choose_rounds(const Config& c, const DispatchCall& call) {
   return choose_mode(c, call, [&](auto mode) -> Choice<DispatchArguments> {
@@ -10,5 +9,4 @@ Choice<DispatchArguments> choose_rounds(const Config& c, const DispatchCall& cal
   });
 }
 
-}  // namespace large
-}  // namespace pplx::cuda
+}  // namespace pplx::cuda::large

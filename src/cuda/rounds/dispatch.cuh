@@ -81,8 +81,8 @@ __device__ inline void keep_chunk(const DispatchArguments& a, const ChunkChoices
 }
 
 // Keeps what sources have told of their rounds, by a warp of one thread block that has received all: peers tell of the set's next step while
-// this rank still sends.
-__device__ inline void keep_rounds(const DispatchArguments& a, std::uint32_t step) {
+// this rank still sends. many: those that have told.
+__device__ inline void keep_rounds(const DispatchArguments& a, std::uint32_t step, std::uint64_t many) {
   const Common& k = a.common;
   forget_rounds(k, a.pieces, step, Op::Combine);
   for (std::uint32_t i = threadIdx.x % 32; i < k.living; i += 32) {
@@ -91,8 +91,8 @@ __device__ inline void keep_rounds(const DispatchArguments& a, std::uint32_t ste
     std::uint32_t* const kept = kept_rounds(a.pieces, source);
     std::uint32_t rounds = 1;
     for (std::uint32_t round = 0; round < rounds; ++round) {
-      uint4 vec16;
-      if (!await_round_begin(k, a.pieces, Phase::DispatchRecv, step, source, round, vec16)) return;
+      uint4 vec16 = make_uint4(0, 1, 0, 0);
+      if ((many >> source & 1) != 0 && !await_round_begin(k, a.pieces, Phase::DispatchRecv, step, source, round, vec16)) return;
       if (round == 0) rounds = min(vec16.y, a.pieces.most);
       kept[1 + round] = vec16.x;
     }

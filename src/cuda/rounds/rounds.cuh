@@ -173,20 +173,21 @@ class Rounds {
       : k_(k), p_(p), step_(step), rows_begin_(rows_begin), phase_(phase), most_rows_(most_rows), rows_(rows),
         keeps_(phase == Phase::CombineSend), headers_(phase == Phase::CombineSend ? remote_peers(k) : 0) {}
 
-  // Hears how many rounds there are. begin: the first one that is wanted. False: something failed.
-  __device__ bool open(std::uint32_t begin, std::uint32_t end) {
+  // Hears how many rounds there are. begin: the first one that is wanted; many: sources that tell of theirs. False: something failed.
+  __device__ bool open(std::uint32_t begin, std::uint32_t end, std::uint64_t many) {
     std::uint32_t most = 1;
     bool good = true;
 #pragma unroll
     for (std::uint32_t i = 0; i < kSourcesOfLane; ++i) {
       const std::uint32_t source = threadIdx.x % 32 + 32 * i;
+      const bool tells = (many >> source & 1) != 0;
       std::uint32_t rounds = 0;
       if (is_there(source) && keeps_) {
         rounds = *kept_rounds(p_, source);
-      } else if (is_there(source) && is_remote(k_, source)) {
+      } else if (tells && is_remote(k_, source)) {
         good = piece_has_come(k_, p_, phase_, step_, Op::Dispatch, source, 0) && good;
         rounds = good ? __ldcg(kept_rounds(p_, source)) : 0;
-      } else if (is_there(source)) {
+      } else if (tells) {
         uint4 vec16;
         good = await_round_begin(k_, p_, phase_, step_, source, 0, vec16) && good;
         rounds = good ? vec16.y : 0;
@@ -205,8 +206,7 @@ class Rounds {
   __device__ bool failed() const { return failed_; }
   __device__ std::uint32_t units() const { return units_; }  // units of the last run's round
 
-  // The nth unit from the first wanted round on; a warp asks for ever later ones. A round without rows has a unit all the same. False: there
-  // is none, or something failed.
+  // The nth unit from the first wanted round on; a warp asks for ever later ones. Each round has some. False: none, or a failure.
   __device__ bool find(std::uint32_t n, RoundRun& run) {
     while (!opened_ || n - base_ >= units_) {
       if (opened_) {

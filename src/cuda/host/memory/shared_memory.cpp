@@ -1,30 +1,63 @@
 #include "shared_memory.h"
 
+#include <cuda.h>
 #include <unistd.h>
 
 #include <cstdint>
 #include <cstring>
 
-#include "../error.h"
-#include "driver.h"
+#include "../runtime.h"
 
 namespace pplx::cuda {
 namespace {
+
+// The driver's memory calls, found at run time: the module neither links against libcuda nor needs it to be imported.
+struct Call {
+  void* at = nullptr;
+
+  explicit Call(const char* name) {
+    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+    check(cudaGetDriverEntryPointByVersion(name, &at, 12000, cudaEnableDefault, &result), name);
+    if (result != cudaDriverEntryPointSuccess || at == nullptr) throw CudaError(std::string("the CUDA driver has no ") + name);
+  }
+  template <typename F>
+  operator F*() const {
+    return reinterpret_cast<F*>(at);
+  }
+};
+struct Driver {
+  decltype(&cuMemGetAllocationGranularity) granularity = Call("cuMemGetAllocationGranularity");
+  decltype(&cuMemCreate) create = Call("cuMemCreate");
+  decltype(&cuMemRelease) release = Call("cuMemRelease");
+  decltype(&cuMemExportToShareableHandle) export_handle = Call("cuMemExportToShareableHandle");
+  decltype(&cuMemImportFromShareableHandle) import_handle = Call("cuMemImportFromShareableHandle");
+  decltype(&cuMemAddressReserve) reserve = Call("cuMemAddressReserve");
+  decltype(&cuMemAddressFree) free_address = Call("cuMemAddressFree");
+  decltype(&cuMemMap) map = Call("cuMemMap");
+  decltype(&cuMemUnmap) unmap = Call("cuMemUnmap");
+  decltype(&cuMemSetAccess) set_access = Call("cuMemSetAccess");
+  decltype(&cuMemGetHandleForAddressRange) export_range = Call("cuMemGetHandleForAddressRange");
+  decltype(&cuGetErrorString) error_string = Call("cuGetErrorString");
+};
+
+// Throws where there is no driver.
+const Driver& driver() {
+  static const Driver found;
+  return found;
+}
+
+void check(CUresult result, const char* what) {
+  if (result == CUDA_SUCCESS) return;
+  const char* text = nullptr;
+  driver().error_string(result, &text);
+  throw CudaError(std::string(what) + ": " + (text != nullptr ? text : "unknown error") + " (" + std::to_string(result) + ")");
+}
 
 std::string out_of_memory(std::size_t bytes, const std::string& what, int device) {
   std::size_t free = 0, total = 0;
   cudaMemGetInfo(&free, &total);
   return what + " needs " + std::to_string(bytes) + " bytes of memory on GPU " + std::to_string(device) + ", " +
          std::to_string(free) + " are free: use a smaller max_tokens_per_rank or fewer AllToAlls";
-}
-
-CUmemAllocationProp properties(int device) {
-  CUmemAllocationProp p{};
-  p.type = CU_MEM_ALLOCATION_TYPE_PINNED;
-  p.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
-  p.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
-  p.location.id = device;
-  return p;
 }
 
 }  // namespace
@@ -47,7 +80,11 @@ SharedMemory::SharedMemory(int device, std::size_t bytes, const std::string& wha
 
 // False: this driver exports no descriptors (a container without the device, a GPU without virtual memory management).
 bool SharedMemory::allocate_virtual(std::size_t bytes, const std::string& what) {
-  const CUmemAllocationProp p = properties(device_);
+  CUmemAllocationProp p{};
+  p.type = CU_MEM_ALLOCATION_TYPE_PINNED;
+  p.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
+  p.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
+  p.location.id = device_;
   std::size_t granule = 0;
   if (driver().granularity(&granule, &p, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED) != CUDA_SUCCESS) return false;
   bytes_ = (bytes + granule - 1) / granule * granule;
@@ -105,21 +142,13 @@ void SharedMemory::map() {
 }
 
 SharedMemory::~SharedMemory() {
-  switch (kind_) {
-    case Kind::Virtual:
-      driver().unmap(address_, bytes_);
-      driver().free_address(address_, bytes_);
-      driver().release(handle_);
-      break;
-    case Kind::Allocated:
-      cudaFree(data());
-      break;
-    case Kind::Imported:
-      cudaIpcCloseMemHandle(data());
-      break;
-    case Kind::Lent:
-      break;
+  if (kind_ == Kind::Virtual) {
+    driver().unmap(address_, bytes_);
+    driver().free_address(address_, bytes_);
+    driver().release(handle_);
   }
+  if (kind_ == Kind::Allocated) cudaFree(data());
+  if (kind_ == Kind::Imported) cudaIpcCloseMemHandle(data());
 }
 
 int SharedMemory::descriptor() const {
@@ -132,6 +161,18 @@ std::string SharedMemory::ipc_handle() const {
   cudaIpcMemHandle_t handle;
   check(cudaIpcGetMemHandle(&handle, data()), "cudaIpcGetMemHandle");
   return std::string(reinterpret_cast<const char*>(&handle), sizeof handle);
+}
+
+int export_dmabuf(int device, void* base, std::size_t bytes) {
+  int supported = 0, fd = -1;
+  const auto attribute = static_cast<cudaDeviceAttr>(CU_DEVICE_ATTRIBUTE_DMA_BUF_SUPPORTED);   // the runtime numbers them alike
+  if (cudaDeviceGetAttribute(&supported, attribute, device) != cudaSuccess || supported == 0) {
+    cudaGetLastError();
+    return -1;
+  }
+  const auto address = reinterpret_cast<CUdeviceptr>(base);
+  const CUresult result = driver().export_range(&fd, address, bytes, CU_MEM_RANGE_HANDLE_TYPE_DMA_BUF_FD, 0);
+  return result == CUDA_SUCCESS ? fd : -1;
 }
 
 }  // namespace pplx::cuda

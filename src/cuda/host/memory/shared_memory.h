@@ -39,4 +39,7 @@ class SharedMemory {
   std::size_t bytes_ = 0;
 };
 
+// A GPU's memory as a file descriptor that NIC drivers take. The caller closes it; -1: this driver or kernel exports none.
+int export_dmabuf(int device, void* base, std::size_t bytes);
+
 }  // namespace pplx::cuda

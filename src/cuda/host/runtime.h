@@ -1,0 +1,62 @@
+// CUDA's runtime for the host half: errors, the current device, events.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <string>
+
+#include "../../host/failure.h"
+
+namespace pplx::cuda {
+
+// A refusal of CUDA's; Python sees pplx_comm.Error.
+struct CudaError : Misuse {
+  using Misuse::Misuse;
+};
+
+inline void check(cudaError_t error, const char* what) {
+  if (error != cudaSuccess)
+    throw CudaError(std::string(what) + ": " + cudaGetErrorString(error) + " (" + cudaGetErrorName(error) + ")");
+}
+
+// Copies by a stream, and waits for it.
+inline void copy_now(void* to, const void* from, std::size_t bytes, cudaStream_t stream) {
+  check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, stream), "cudaMemcpyAsync");
+  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+}
+
+// The calling thread's current device is the caller's business: it comes back when this goes.
+class OnDevice {
+ public:
+  explicit OnDevice(int device) {
+    check(cudaGetDevice(&before_), "cudaGetDevice");
+    if (before_ != device) check(cudaSetDevice(device), "cudaSetDevice");
+    changed_ = before_ != device;
+  }
+  ~OnDevice() {
+    if (changed_) cudaSetDevice(before_);
+  }
+  OnDevice(const OnDevice&) = delete;
+  OnDevice& operator=(const OnDevice&) = delete;
+
+ private:
+  int before_ = 0;
+  bool changed_ = false;
+};
+
+// A place in a stream of the current device, which work on other streams waits for.
+class StreamEvent {
+ public:
+  StreamEvent() { check(cudaEventCreateWithFlags(&handle_, cudaEventDisableTiming), "cudaEventCreate"); }
+  ~StreamEvent() { cudaEventDestroy(handle_); }
+  StreamEvent(const StreamEvent&) = delete;
+  StreamEvent& operator=(const StreamEvent&) = delete;
+
+  void record(cudaStream_t stream) { check(cudaEventRecord(handle_, stream), "cudaEventRecord"); }
+  void wait(cudaStream_t stream) const { check(cudaStreamWaitEvent(stream, handle_, 0), "cudaStreamWaitEvent"); }
+
+ private:
+  cudaEvent_t handle_ = nullptr;
+};
+
+}  // namespace pplx::cuda
