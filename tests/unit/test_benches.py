@@ -44,6 +44,14 @@ def test_stages_where_there_is_no_gpu() -> None:
     assert "dispatch ends" in done.stdout or (done.returncode == 1 and any(words in done.stderr for words in missing)), done
 
 
+def test_quantise() -> None:
+    """A line for each dtype of each instruction set that runs here, a multiple of FP8's time for each wire. How large, a busy machine cannot say."""
+    done = run("quantise.py", "--rows", "1", "--hidden", "328", "--repeats", "1")
+    lines = [line.split() for line in done.stdout.splitlines()[2:]]
+    assert done.returncode == 0 and {line[0] for line in lines} == {"baseline", "avx2", "avx512"}, done
+    assert all(len(line) == 8 and line[3] == "1.00x" for line in lines if line[1] != "off:"), done.stdout
+
+
 def test_grouped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "grouped.json"
     tiny = ["--shapes", "128x256", "--experts", "3", "--rows", "16,80", "--rounds", "1", "--between", "16", "--group", "5"]
