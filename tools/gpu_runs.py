@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 PYTEST = "{python} -m pytest -p no:cacheprovider -rfEs --durations=8 --maxfail=8"
-LIVING = PYTEST + " -m 'not slow and not dies' tests/gpu/"
+LIVING = PYTEST + " -m 'not slow and not alone' tests/gpu/"
 DECODE = "--tokens 1,8,32,128,512"
 LARGE = "--tokens 1024,2048,4096,8192 --num-sms 8,16,24,32,all --pairs 16 --replays 5"
+# A pipe without a daemon behind it.
+NO_MPS = (("CUDA_MPS_PIPE_DIRECTORY", "/dev/null/no-mps"), ("PPLX_TEST_RANKS_PER_GPU", "1"))
 V3 = "--experts {experts} --hidden 7168 --intermediate 2048 --top-k 8"
 FLASH = "--experts {experts} --hidden 4096 --intermediate 2048 --top-k 6"
 
@@ -68,11 +70,12 @@ PROOFS = (
     Run("proof-replicas", "ranks that hold the same tokens", 1, LIVING + "test_replicas.py"),
     Run("proof-nvshmem-else", "heap, doctor, an NVSHMEM of others", 1, LIVING + "test_nvshmem.py -k 'heap or doctor or already'"),
     Run(
-        "proof-deaths",
-        "ranks that are killed, by themselves: under MPS what else runs on their GPU then may fail",
+        "proof-alone",
+        "ranks that are killed, a GPU that is held: with nothing beside them, a rank a GPU",
         3,
-        PYTEST + " -m 'dies and not slow' tests/gpu/",
+        PYTEST + " -m 'alone and not slow' tests/gpu/",
         alone=True,
+        env=NO_MPS,
     ),
     Run(
         "proof-mutants",

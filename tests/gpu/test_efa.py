@@ -72,7 +72,7 @@ def test_a_silent_rank(transport: str) -> None:
 
 
 @pytest.mark.parametrize("transport", EFA)
-@pytest.mark.dies
+@pytest.mark.alone
 def test_killed(transport: str) -> None:
     case = Case(seed(), 3, num_experts=10, top_k=3, hidden=256, max_tokens=32, transport=transport)
     with crew_on(3, PLACED, seed=seed()) as (_, crew):

@@ -172,6 +172,7 @@ def test_streams(crew: Crews) -> None:
     crew.run("gpu_cases:streams", case, 40)
 
 
+@pytest.mark.alone
 def test_beside_a_kernel_that_holds_the_gpu(crew: Crews) -> None:
     """One multiprocessor is left."""
     case = Case(seed(), crew.world_size, num_experts=16, top_k=4, hidden=2048, max_tokens=128, wire="fp8")
@@ -186,7 +187,7 @@ def together(ranks: int) -> int:
     return min([n for n in APART if n >= ranks], default=ranks)
 
 
-@pytest.mark.dies
+@pytest.mark.alone
 def test_killed() -> None:
     ranks = together(3)
     with Crew(ranks) as crew:
@@ -200,7 +201,7 @@ def test_killed() -> None:
         assert left_in_shm(crew) == []
 
 
-@pytest.mark.dies
+@pytest.mark.alone
 def test_reset(tmp_path: Path) -> None:
     ranks = together(4)
     paths = [str(tmp_path / f"died{i}") for i in range(2)]
@@ -221,7 +222,7 @@ def test_reset_without_a_death() -> None:
         crew.run("gpu_cases:on_gpu", "failure_cases:reset_after_timeout", Case(seed(), ranks))
 
 
-@pytest.mark.dies
+@pytest.mark.alone
 def test_another_all_to_all_of_the_survivors(tmp_path: Path) -> None:
     ranks = together(3)
     with Crew(ranks) as crew:

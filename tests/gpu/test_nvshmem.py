@@ -160,7 +160,7 @@ def test_a_silent_rank(reach: str) -> None:
         assert found == [RANKS - 1] * (RANKS - 1) + ["silent"]
 
 
-@pytest.mark.dies
+@pytest.mark.alone
 def test_killed(reach: str) -> None:
     """Named within a second; close() works, and the process lives and goes on."""
     with Crew(RANKS, REACH[reach] | TRIED) as crew:
@@ -173,7 +173,7 @@ def test_killed(reach: str) -> None:
 
 
 @pytest.mark.skipif(RANKS < 4, reason="two ranks die, two go on")
-@pytest.mark.dies
+@pytest.mark.alone
 def test_reset(reach: str, tmp_path: Path) -> None:
     paths = [str(tmp_path / f"died{i}") for i in range(2)]
     case = Case(seed(), 4, num_experts=10, top_k=4, crowd="uneven", in_flight=2, transport="nvshmem")
@@ -248,7 +248,7 @@ def test_hooks_of_pieces_in_a_graph(crew: Crews, transport: str) -> None:
 
 
 @pytest.mark.parametrize(("place", "transport"), [("after_dispatch_send", "nvshmem"), ("after_combine_send", CARRIERS[-1])])
-@pytest.mark.dies
+@pytest.mark.alone
 def test_death_in_pieces(place: str, transport: str, reach: str, tmp_path: Path) -> None:
     with Crew(RANKS, REACH[reach] | TRIED) as crew:
         case = pieces(transport, hidden=64, crowd="full", max_tokens=700)
@@ -258,7 +258,7 @@ def test_death_in_pieces(place: str, transport: str, reach: str, tmp_path: Path)
 
 
 @pytest.mark.skipif(RANKS < 4, reason="two ranks die, two go on")
-@pytest.mark.dies
+@pytest.mark.alone
 def test_pieces_after_a_reset(reach: str, tmp_path: Path) -> None:
     paths = [str(tmp_path / f"died{i}") for i in range(2)]
     with Crew(4, REACH[reach] | TRIED) as crew:

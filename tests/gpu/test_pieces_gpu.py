@@ -126,7 +126,7 @@ def test_gradients(crew: Crews, through: str, layout: str, transport: str) -> No
         ("in_dispatch_recv", "proxy:tcp"), ("after_combine_send", "proxy:tcp"), ("amid_combine_recv", "mixed:tcp" if WORLD > 2 else "proxy:tcp"),
     ],
 )  # fmt: skip
-@pytest.mark.dies
+@pytest.mark.alone
 def test_death(place: str, transport: str, tmp_path: Path) -> None:
     with Crew(WORLD) as crew:
         case = pieces(Case(21, WORLD, max_tokens=700, hidden=64, crowd="full", transport=transport))
