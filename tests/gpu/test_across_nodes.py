@@ -141,7 +141,7 @@ def test_reset(transport: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(("how", "transport"), [("kill", "proxy:tcp"), ("mute", "proxy:shm"), ("mute", CARRIERS[-1])])
 def test_cut_link(transport: str, how: str) -> None:
     """A write fails, or is never heard of again: every rank names an end of the link in time, and all go on after reset()."""
-    a, b = (1, 2) if RANKS == 4 else (0, 1)  # of two nodes in either deal
+    a, b = (1, 2) if RANKS == 4 else (0, 1)  # On two nodes, dealt in turn or not.
     case = small(transport, max_tokens=16, hidden=256, in_flight=1)
     with Crew(RANKS, {"PPLX_COMM_CHAOS": f"seed={seed()},delay=0.1,{how}={a}-{b}@40"}) as crew:
         results = crew.run("gpu_cases:on_gpu", "chaos_cases:until_failure", case, 3.0, again=True, timeout=100)
