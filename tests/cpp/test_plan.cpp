@@ -74,6 +74,7 @@ void check_rails(check::Random& random) {
     if (alive[c.rank]) of[c.rank] = make_rails(c, nodes, alive);
   for (std::uint32_t s = 0; s < c.world; ++s) {
     if (!alive[s]) continue;
+    std::map<std::uint32_t, std::uint32_t> answers;   // a relay's place is its own
     for (std::uint32_t d = 0, number[kMaxRanks] = {}; d < c.world; ++d) {
       const std::uint32_t to = of[s].rep[d];
       CHECK_EQ(of[s].number[d], number[nodes[d]]++);
@@ -83,8 +84,13 @@ void check_rails(check::Random& random) {
       }
       CHECK(alive[to] && nodes[to] == nodes[d]);
       CHECK_EQ(of[d].holder[s], to);
-      CHECK_EQ(of[d].nth[s], of[to].nth[s]);
-      CHECK(of[to].nth[s] < of[to].sources.size() && of[to].sources[of[to].nth[s]] == s);
+      const std::uint32_t nth = of[to].here[0][s];
+      CHECK_EQ(of[d].here[0][s], nth);
+      CHECK(nth < of[to].sources.size() && of[to].sources[nth] == s);
+      // A source and its relay agree where the block lies, and where the answer.
+      CHECK_EQ(of[s].there[0][to], nth);
+      CHECK_EQ(of[to].there[1][s], of[s].here[1][to]);
+      CHECK(answers.emplace(of[s].here[1][to], to).first->second == to && of[s].here[1][to] + 1 < count_nodes(nodes));
     }
     CHECK(of[s].mates == living_of(nodes, nodes[s], alive));
     for (std::uint32_t mate : of[s].mates) CHECK_EQ(of[s].holder[mate], s);
@@ -110,6 +116,37 @@ void check_rails(check::Random& random) {
       for (std::uint32_t mate = 0; mate < c.node_ranks; ++mate, word += 8, block += area.block_bytes)
         CHECK(area.arrival_at(set, source, mate) == word && area.block_at(set, source, mate) == block);
   CHECK(word <= area.blocks && block == area.bytes && area.block_bytes >= combine_block(c).bytes(c.max_tokens));
+}
+
+// What the network brings and takes, and what mates return, lies apart, and within each rank's bounds. A source, which does not know
+// how many sources its relay has, finds its slot there.
+void check_rail_area(check::Random& random) {
+  Config c = random_config(random);
+  c.node_ranks = static_cast<std::uint32_t>(random.integer(1, 8));
+  c.combine_fp8 = random.chance(0.3);
+  const auto nodes = static_cast<std::uint32_t>(random.integer(2, 5)), sources = static_cast<std::uint32_t>(random.integer(0, 9));
+  const RailArea area = rail_area(c, nodes, sources), other = rail_area(c, nodes, sources + 3);
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> spans;   // begin and end
+  const auto add = [&](std::uint64_t at, std::uint64_t bytes) { spans.emplace_back(at, at + bytes); };
+  for (std::uint32_t set = 0; set < c.in_flight; ++set)
+    for (const Op op : {Op::Dispatch, Op::Combine, Op::Weights}) {
+      const bool answers = op == Op::Combine;
+      const std::uint64_t bytes = network_block(c, op).bytes(max_rows_of_block(c));
+      for (std::uint32_t nth = 0; nth < (answers ? nodes - 1 : sources); ++nth) {
+        const std::uint64_t at = area.slot_at(set, op, nth);
+        CHECK(at == other.slot_at(set, op, nth) && at % 64 == 0 && at + bytes <= area.shared_bytes);
+        add(at, bytes);
+      }
+      const std::uint64_t most = answers ? sources * bytes : std::min(nodes - 1, c.top_k) * std::uint64_t{max_rows_of_block(c)} *
+                                                                 network_block(c, op).row_bytes;
+      CHECK(area.send_at(set, op) >= area.mapped_bytes && area.send_bytes[std::uint32_t(op)] >= most);
+      add(area.send_at(set, op), area.send_bytes[std::uint32_t(op)]);
+    }
+  CHECK(area.relay_at >= area.shared_bytes && area.relay_at + area.relay.bytes <= area.mapped_bytes && area.relay.sources == sources);
+  add(area.relay_at, area.relay.bytes);
+  std::sort(spans.begin(), spans.end());
+  for (std::size_t i = 1; i < spans.size(); ++i) CHECK(spans[i - 1].second <= spans[i].first);
+  CHECK(spans.back().second <= area.bytes);
 }
 
 template <typename Id>
@@ -338,6 +375,7 @@ int main() {
   }
   for (int i = 0; i < 2000; ++i) check_replicas(random);
   for (int i = 0; i < 1000; ++i) check_rails(random);
+  for (int i = 0; i < 1000; ++i) check_rail_area(random);
   for (int i = 0; i < 2000; ++i) check_made(random);
   check_largest_step();
 }
