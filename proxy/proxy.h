@@ -27,8 +27,8 @@ struct ProxyFailure {
   std::string text(std::uint32_t rank) const;
 };
 
-// Deals a rank's peers to `count` proxies or endpoints, by the sum of the digits of rank + peer to that base. Both ranks come to the
-// same answer. The network peers of relays differ by multiples of the node's size: the last digit is the same for all of them.
+// Deals a rank's peers to `count` proxies or endpoints, by the sum of the digits of rank + peer to that base. Both ranks come to
+// the same answer. The last digit alone would not do: rails of equal nodes differ by multiples of the node's size.
 constexpr std::uint32_t dealt(std::uint32_t rank, std::uint32_t peer, std::uint32_t count) {
   std::uint32_t digits = 0;
   for (std::uint32_t sum = rank + peer; count > 1 && sum > 0; sum /= count) digits += sum % count;
@@ -37,7 +37,9 @@ constexpr std::uint32_t dealt(std::uint32_t rank, std::uint32_t peer, std::uint3
 
 // Index of the rank's proxy that carries to and from `peer`: each proxy has a fabric of its own. Endpoints are dealt by the same
 // function, so the small blocks of two proxies take different NICs.
-constexpr std::uint32_t proxy_of(std::uint32_t rank, std::uint32_t peer, std::uint32_t proxies) { return dealt(rank, peer, proxies); }
+constexpr std::uint32_t proxy_of(std::uint32_t rank, std::uint32_t peer, std::uint32_t proxies) {
+  return dealt(rank, peer, proxies);
+}
 
 // One AllToAll of this rank, as the proxy sees it.
 struct ProxyObject {
@@ -47,8 +49,8 @@ struct ProxyObject {
   char* arrivals = nullptr;                        // see Carried
   LocalRegion region;                              // that of the blocks, registered
   std::vector<std::unique_ptr<RemoteRegion>> peers;   // indexed by rank: those of remote peers; null: not carried by the proxy
-  std::vector<std::uint64_t> targets;              // indexed by word_index: where this rank's slot begins in the peer's region. Empty: its own
-                                                   // number's in the heap
+  std::vector<std::uint64_t> targets;              // indexed by word_index: where this rank's slot begins in the peer's region.
+                                                   // Empty: at its number in a heap
   std::function<void(const ProxyFailure&)> on_failure;
   std::shared_ptr<void> owner;                     // keeps the memory while writes may read it
 };

@@ -40,7 +40,7 @@ def lay_relays(control: ControlPlane, request: Request, exchange: Any, peers: Pe
         return
     attempts = Attempts()
     nbytes = {rank: exchange.relay_bytes(rank) for rank in [control.rank, *peers.mapped]}
-    what = ("the rails", "AllToAll: memory of rails")
+    what = ("the rails", "AllToAll: memory of relays")
     relays = _share(control, attempts, nbytes.pop(control.rank), nbytes, what, request.patience)
     attempts.run(lambda: exchange.lay_relays(relays))
     agree(control, "AllToAll: relays", {"error": attempts.error}, request.patience)

@@ -57,11 +57,14 @@ void bind_memory(py::module_& m) {
 void touch_written(const Mapping& theirs, const cpu::Blocks& blocks, std::uint32_t peer) {
   const Config& c = blocks.config();
   const Heap& heap = blocks.heap();
-  const auto touch = [&](const char* at, std::uint64_t bytes) { theirs.touch(static_cast<std::size_t>(at - theirs.data()), bytes); };
+  const auto touch = [&](const char* at, std::uint64_t bytes) {
+    theirs.touch(static_cast<std::size_t>(at - theirs.data()), bytes);
+  };
   theirs.touch(0, heap.slots[0]);
   for (std::uint32_t set = 0; set < c.in_flight; ++set) {
     for (std::uint32_t op = 0; op < kOps; ++op) touch(blocks.slot_at_peer(set, Op(op), peer), heap.slot_bytes[op]);
-    if (c.replicas > 1 && first_replica(c, peer) == first_replica(c, c.rank)) touch(blocks.slice_at_peer(set, peer), heap.slice_bytes);
+    if (c.replicas > 1 && first_replica(c, peer) == first_replica(c, c.rank))
+      touch(blocks.slice_at_peer(set, peer), heap.slice_bytes);
   }
 }
 

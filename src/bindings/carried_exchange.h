@@ -40,7 +40,7 @@ struct CarriedExchange : Carried {
   void lost_network(const Abort& abort, const std::string& message) override { exchange.failures().lost_network(abort, message); }
 
   std::vector<std::shared_ptr<Mapping>> mappings;   // this rank's first
-  std::map<std::uint32_t, std::shared_ptr<Mapping>> rails;   // by rank of this node, with node_ranks
+  std::map<std::uint32_t, std::shared_ptr<Mapping>> rails;   // indexed by rank of this node; empty without node_ranks
   char* own;
   const OutputLayout outputs;
   cpu::Exchange exchange;

@@ -52,7 +52,8 @@ std::vector<std::uint64_t> Blocks::targets_there() const {
   std::vector<std::uint64_t> targets;
   for (std::uint32_t set = 0; set < config_.in_flight; ++set)
     for (std::uint32_t op = 0; op < kOps; ++op)
-      for (std::uint32_t nth : rails_.there[kind_of(Op(op))]) targets.push_back(areas_[config_.rank].slot_at(set, Op(op), nth));
+      for (std::uint32_t nth : Op(op) == Op::Combine ? rails_.other_there : rails_.nth_there)
+        targets.push_back(areas_[config_.rank].slot_at(set, Op(op), nth));
   return targets;
 }
 

@@ -51,8 +51,10 @@ class Blocks {
   void reset(std::uint32_t generation, const std::vector<bool>& alive);
   // With node_ranks, before the first step of a generation: RailAreas of this node's living ranks, indexed by rank.
   void lay_relays(std::vector<char*> areas) { memory_.rails = std::move(areas); }
-  // What this rank maps of them: of a mate's what mates write into.
-  std::uint64_t relay_bytes(std::uint32_t rank) const { return rank == config_.rank ? areas_[rank].bytes : areas_[rank].mapped_bytes; }
+  // Bytes of a rank's that this one maps: of its own all, of a mate's the part that mates write into.
+  std::uint64_t relay_bytes(std::uint32_t rank) const {
+    return rank == config_.rank ? areas_[rank].bytes : areas_[rank].mapped_bytes;
+  }
 
   // Memory that the network reads, and writes up to shared_bytes.
   struct Region {
@@ -74,7 +76,7 @@ class Blocks {
   char* slot_at_peer(std::uint32_t set, Op op, std::uint32_t peer) const { return slot(peer, set, op, config_.rank); }
   // A mate's sums for a source, in the memory of the source's relay on this node.
   char* relay_slot(std::uint32_t set, std::uint32_t source, std::uint32_t mate) const {
-    return returned(source) + area(source).relay.block_at(set, rails_.here[0][source], rails_.number[mate]);
+    return returned(source) + area(source).relay.block_at(set, rails_.nth[source], rails_.number[mate]);
   }
   char* own_slice(std::uint32_t set, std::uint32_t replica) const { return memory_.own + heap_.slice_at(config_, set, replica); }
   char* slice_at_peer(std::uint32_t set, std::uint32_t replica) const {
@@ -160,12 +162,12 @@ class Blocks {
   // Where a rank of this node has the blocks of a peer: in its heap, or, those of another node's ranks, in its RailArea.
   char* slot(std::uint32_t at, std::uint32_t set, Op op, std::uint32_t peer) const {
     if (!relayed(peer)) return memory_.peers[at] + heap_.slot_at(config_, set, op, rails_.number[peer]);
-    return memory_.rails[at] + areas_[config_.rank].slot_at(set, op, rails_.here[kind_of(op)][peer]);
+    return memory_.rails[at] + areas_[config_.rank].slot_at(set, op, (op == Op::Combine ? rails_.other : rails_.nth)[peer]);
   }
   char* network() const { return config_.node_ranks != 0 ? memory_.rails[config_.rank] : memory_.own; }
   char* returned(std::uint32_t source) const { return memory_.rails[rails_.holder[source]] + area(source).relay_at; }
   std::uint64_t* return_word(std::uint32_t set, std::uint32_t source, std::uint32_t mate) const {
-    return word(returned(source), area(source).relay.arrival_at(set, rails_.here[0][source], rails_.number[mate]));
+    return word(returned(source), area(source).relay.arrival_at(set, rails_.nth[source], rails_.number[mate]));
   }
   const RailArea& area(std::uint32_t source) const { return areas_[rails_.holder[source]]; }
   void rebuild_order();

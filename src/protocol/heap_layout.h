@@ -60,7 +60,7 @@ constexpr Heap heap_of(const Config& c) {
     h.remote_blocks[op] = at;
     at = align_up(at + h.slot_bytes[op] * c.in_flight * h.remote_slots, page);
   }
-  h.shared_bytes = rails_apart(c) ? 0 : at;
+  h.shared_bytes = at;
   const std::uint64_t words = std::uint64_t{kWordBytes} * c.in_flight * kOps * c.world;
   h.mailbox = at;
   h.outgoing = h.mailbox + align_up(kWordBytes * h.mailbox_words(c), 64);

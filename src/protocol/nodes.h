@@ -42,22 +42,22 @@ inline const char* invalid_nodes(const Config& c, const Nodes& nodes) {
 struct Rails {
   std::vector<std::uint32_t> rep;        // [world]: the rank to which this one sends a rank's rows: itself, or its relay there
   std::vector<std::uint32_t> holder;     // [world]: the rank of this node to which a source's rows come: this one, or a relay
+  std::vector<std::uint32_t> nth;        // [world]: a remote source's number among those of its relay here
+  std::vector<std::uint32_t> nth_there;  // [world]: this rank's number among those of its relay on a remote rank's node
+  std::vector<std::uint32_t> other;      // [world]: number of a remote rank's node among those other than this one
+  std::vector<std::uint32_t> other_there;   // [world]: number of this node among those other than a remote rank's
   std::vector<std::uint32_t> number;     // [world]: a rank's number on its node
   std::vector<std::uint32_t> mates;      // the living ranks of this node, ascending, this one among them
   std::vector<std::uint32_t> sources;    // those of which this rank is the relay, ascending
-  // Numbers in a RailArea, [world], of rows and of answers: a remote rank's here, at the holder; this rank's there, at the peer.
-  // A source's is that among the sources of its relay, a relay's that of its node among the other nodes.
-  std::vector<std::uint32_t> here[2], there[2];
 };
-constexpr int kind_of(Op op) { return op == Op::Combine; }
 
 inline Rails make_rails(const Config& c, const Nodes& nodes, const std::vector<bool>& alive) {
   Rails rails;
   rails.rep.resize(c.world);
   rails.holder.assign(c.world, c.rank);
-  rails.number.resize(c.world);
+  rails.nth = rails.other = rails.number = rails.rep;
+  rails.nth_there = rails.other_there = rails.holder;
   for (std::uint32_t rank = 0; rank < c.world; ++rank) rails.rep[rank] = rails.number[rank] = rank;
-  for (const int kind : {0, 1}) rails.here[kind] = rails.there[kind] = std::vector<std::uint32_t>(c.world, c.rank);
   if (c.node_ranks == 0) return rails;
   std::vector<std::vector<std::uint32_t>> living(count_nodes(nodes));
   std::vector<std::uint32_t> ranks(living.size()), before(c.world);
@@ -76,14 +76,14 @@ inline Rails make_rails(const Config& c, const Nodes& nodes, const std::vector<b
   const std::uint32_t node = nodes[c.rank];
   rails.mates = living[node];
   for (std::uint32_t rank = 0; rank < c.world; ++rank) {
-    const std::uint32_t other = nodes[rank];
-    if (!alive[rank] || other == node) continue;
-    rails.rep[rank] = relay(c.rank, other);
+    const std::uint32_t its_node = nodes[rank];
+    if (!alive[rank] || its_node == node) continue;
+    rails.rep[rank] = relay(c.rank, its_node);
     rails.holder[rank] = relay(rank, node);
-    rails.here[0][rank] = nth(rank, node);
-    rails.here[1][rank] = other - (other > node);
-    rails.there[0][rank] = nth(c.rank, other);
-    rails.there[1][rank] = node - (node > other);
+    rails.nth[rank] = nth(rank, node);
+    rails.nth_there[rank] = nth(c.rank, its_node);
+    rails.other[rank] = its_node - (its_node > node);
+    rails.other_there[rank] = node - (node > its_node);
     if (rails.holder[rank] == c.rank) rails.sources.push_back(rank);
   }
   return rails;

@@ -84,13 +84,13 @@ void check_rails(check::Random& random) {
       }
       CHECK(alive[to] && nodes[to] == nodes[d]);
       CHECK_EQ(of[d].holder[s], to);
-      const std::uint32_t nth = of[to].here[0][s];
-      CHECK_EQ(of[d].here[0][s], nth);
+      const std::uint32_t nth = of[to].nth[s];
+      CHECK_EQ(of[d].nth[s], nth);
       CHECK(nth < of[to].sources.size() && of[to].sources[nth] == s);
       // A source and its relay agree where the block lies, and where the answer.
-      CHECK_EQ(of[s].there[0][to], nth);
-      CHECK_EQ(of[to].there[1][s], of[s].here[1][to]);
-      CHECK(answers.emplace(of[s].here[1][to], to).first->second == to && of[s].here[1][to] + 1 < count_nodes(nodes));
+      CHECK_EQ(of[s].nth_there[to], nth);
+      CHECK_EQ(of[to].other_there[s], of[s].other[to]);
+      CHECK(answers.emplace(of[s].other[to], to).first->second == to && of[s].other[to] + 1 < count_nodes(nodes));
     }
     CHECK(of[s].mates == living_of(nodes, nodes[s], alive));
     for (std::uint32_t mate : of[s].mates) CHECK_EQ(of[s].holder[mate], s);
@@ -118,8 +118,8 @@ void check_rails(check::Random& random) {
   CHECK(word <= area.blocks && block == area.bytes && area.block_bytes >= combine_block(c).bytes(c.max_tokens));
 }
 
-// What the network brings and takes, and what mates return, lies apart, and within each rank's bounds. A source, which does not know
-// how many sources its relay has, finds its slot there.
+// Slots, returned rows and blocks to send lie apart, and within their part of the area. A source does not know how many sources its
+// relay has, and finds its slot there.
 void check_rail_area(check::Random& random) {
   Config c = random_config(random);
   c.node_ranks = static_cast<std::uint32_t>(random.integer(1, 8));
@@ -137,12 +137,13 @@ void check_rail_area(check::Random& random) {
         CHECK(at == other.slot_at(set, op, nth) && at % 64 == 0 && at + bytes <= area.shared_bytes);
         add(at, bytes);
       }
-      const std::uint64_t most = answers ? sources * bytes : std::min(nodes - 1, c.top_k) * std::uint64_t{max_rows_of_block(c)} *
-                                                                 network_block(c, op).row_bytes;
+      const std::uint64_t rows = std::uint64_t{max_rows_of_block(c)} * std::min(nodes - 1, c.top_k);
+      const std::uint64_t most = answers ? sources * bytes : network_block(c, op).row_bytes * rows;
       CHECK(area.send_at(set, op) >= area.mapped_bytes && area.send_bytes[std::uint32_t(op)] >= most);
       add(area.send_at(set, op), area.send_bytes[std::uint32_t(op)]);
     }
-  CHECK(area.relay_at >= area.shared_bytes && area.relay_at + area.relay.bytes <= area.mapped_bytes && area.relay.sources == sources);
+  CHECK(area.relay_at >= area.shared_bytes && area.relay_at + area.relay.bytes <= area.mapped_bytes);
+  CHECK_EQ(area.relay.sources, sources);
   add(area.relay_at, area.relay.bytes);
   std::sort(spans.begin(), spans.end());
   for (std::size_t i = 1; i < spans.size(); ++i) CHECK(spans[i - 1].second <= spans[i].first);

@@ -447,6 +447,25 @@ void small_blocks_use_every_endpoint() {
   }
 }
 
+// EP64 on nodes of eight: of a rank's seven rails each of two NICs has three or four.
+void rails_use_every_endpoint() {
+  for (std::uint32_t rank : {0u, 13u, 63u}) {
+    World w(2);
+    w.proxy.detach(0);
+    Config c = w.config;
+    c.world = 64;
+    c.rank = rank;
+    w.attach(c);
+    std::uint32_t first = 0;
+    for (std::uint32_t peer = rank % 8; peer < c.world; peer += 8) {
+      if (peer == rank) continue;
+      w.mail(1, Op::Dispatch, peer, 0, 0);
+      first += w.take_writes().at(0).endpoint == 0;
+    }
+    CHECK(first == 3 || first == 4);
+  }
+}
+
 // On GPUs this rank's slots have another number at each peer, and lie where there are none for mapped peers; with relays they lie
 // in other memory.
 void slots_for_remote_peers() {
@@ -490,7 +509,7 @@ void splits_peers() {
   const auto most_and_least = [](std::uint32_t rank, std::uint32_t world, std::uint32_t apart, std::uint32_t count) {
     std::vector<std::uint32_t> peers(count);
     for (std::uint32_t peer = rank % apart; peer < world; peer += apart) {
-      CHECK_EQ(dealt(rank, peer, count), dealt(peer, rank, count));
+      CHECK_EQ(proxy_of(rank, peer, count), dealt(peer, rank, count));
       if (peer != rank) ++peers.at(dealt(rank, peer, count));
     }
     return std::pair(*std::max_element(peers.begin(), peers.end()), *std::min_element(peers.begin(), peers.end()));
@@ -515,6 +534,7 @@ int main() {
   one_write();
   shards_of_a_block();
   small_blocks_use_every_endpoint();
+  rails_use_every_endpoint();
   slots_for_remote_peers();
   shards_in_any_order();
   stray_immediates();
