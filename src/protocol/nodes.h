@@ -43,7 +43,7 @@ struct Rails {
   std::vector<std::uint32_t> rep;        // [world]: the rank to which this one sends a rank's rows: itself, or its relay there
   std::vector<std::uint32_t> holder;     // [world]: the rank of this node to which a source's rows come: this one, or a relay
   std::vector<std::uint32_t> nth;        // [world]: a remote source's number among those of its relay here
-  std::vector<std::uint32_t> nth_there;  // [world]: this rank's number among those of its relay on a remote rank's node
+  std::vector<std::uint32_t> nth_there;  // [world]: this rank's number among the sources of a relay of its
   std::vector<std::uint32_t> other;      // [world]: number of a remote rank's node among those other than this one
   std::vector<std::uint32_t> other_there;   // [world]: number of this node among those other than a remote rank's
   std::vector<std::uint32_t> number;     // [world]: a rank's number on its node
@@ -60,17 +60,17 @@ inline Rails make_rails(const Config& c, const Nodes& nodes, const std::vector<b
   for (std::uint32_t rank = 0; rank < c.world; ++rank) rails.rep[rank] = rails.number[rank] = rank;
   if (c.node_ranks == 0) return rails;
   std::vector<std::vector<std::uint32_t>> living(count_nodes(nodes));
-  std::vector<std::uint32_t> ranks(living.size()), before(c.world);
+  std::vector<std::uint32_t> ranks(living.size()), before(c.world), count(c.world);
   for (std::uint32_t rank = 0; rank < c.world; ++rank) {
     rails.number[rank] = ranks[nodes[rank]]++;
     before[rank] = static_cast<std::uint32_t>(living[nodes[rank]].size());
     if (alive[rank]) living[nodes[rank]].push_back(rank);
   }
   const auto relay = [&](std::uint32_t source, std::uint32_t node) { return living[node][before[source] % living[node].size()]; };
-  const auto nth = [&](std::uint32_t source, std::uint32_t node) {
+  const auto sources_before_this = [&](std::uint32_t its_relay) {
     std::uint32_t n = 0;
-    for (std::uint32_t rank = 0; rank < source; ++rank)
-      n += alive[rank] && nodes[rank] != node && relay(rank, node) == relay(source, node);
+    for (std::uint32_t rank = 0; rank < c.rank; ++rank)
+      n += alive[rank] && nodes[rank] != nodes[its_relay] && relay(rank, nodes[its_relay]) == its_relay;
     return n;
   };
   const std::uint32_t node = nodes[c.rank];
@@ -79,12 +79,12 @@ inline Rails make_rails(const Config& c, const Nodes& nodes, const std::vector<b
     const std::uint32_t its_node = nodes[rank];
     if (!alive[rank] || its_node == node) continue;
     rails.rep[rank] = relay(c.rank, its_node);
-    rails.holder[rank] = relay(rank, node);
-    rails.nth[rank] = nth(rank, node);
-    rails.nth_there[rank] = nth(c.rank, its_node);
+    const std::uint32_t holder = rails.holder[rank] = relay(rank, node);
+    rails.nth[rank] = count[holder]++;
+    if (rails.rep[rank] == rank) rails.nth_there[rank] = sources_before_this(rank);
     rails.other[rank] = its_node - (its_node > node);
     rails.other_there[rank] = node - (node > its_node);
-    if (rails.holder[rank] == c.rank) rails.sources.push_back(rank);
+    if (holder == c.rank) rails.sources.push_back(rank);
   }
   return rails;
 }

@@ -496,7 +496,7 @@ MUTANTS = [
     Mutant(
         "sources of a relay share a place",
         NODES,
-        "    rails.nth[rank] = nth(rank, node);\n",
+        "    rails.nth[rank] = count[holder]++;\n",
         "    rails.nth[rank] = rails.number[rank];\n",
         "the rows for one source are overwritten by those for another, of the same number on its node",
         catch="test_plan",
@@ -504,8 +504,8 @@ MUTANTS = [
     Mutant(
         "a source takes its own number for that at its relay",
         NODES,
-        "    rails.nth_there[rank] = nth(c.rank, its_node);\n",
-        "    rails.nth_there[rank] = rails.nth[rank];\n",
+        "rails.nth_there[rank] = sources_before_this(rank);\n",
+        "rails.nth_there[rank] = rails.nth[rank];\n",
         "the rows for one source are overwritten by those for another, from a node of another size",
         catch="test_plan",
     ),
