@@ -171,7 +171,8 @@ void check_plan(const Config& config, check::Random& random) {
   const bool deaths = random.chance(0.3);
   if (deaths)
     for (std::uint32_t r = 0; r < c.world; ++r) alive[r] = r == c.rank || !random.chance(0.3);
-  const std::vector<std::uint32_t> rep = make_rails(c, nodes, alive).rep;
+  const Rails rails = make_rails(c, nodes, alive);
+  const std::vector<std::uint32_t>& rep = rails.rep;
   const Plan plan = make_plan(c, ids.data(), tokens, deaths ? &alive : nullptr, c.node_ranks != 0 ? &rep : nullptr);
   // A rank of another node gets its rows from its living one whose number is this rank's, modulo their count.
   const auto receiver = [&](std::uint32_t owner) {
@@ -234,7 +235,7 @@ void check_plan(const Config& config, check::Random& random) {
       CHECK(plan.token_rows[i - 1].rank < plan.token_rows[i].rank);
   }
 
-  // The blocks for remote peers fit the send area, whichever peers are remote.
+  // The blocks for remote peers fit the send area, whichever peers are remote; with relays those for the network's peers.
   Config with = c;
   std::vector<std::uint32_t> remote;
   for (std::uint32_t r = 0; r < c.world; ++r)
@@ -242,18 +243,27 @@ void check_plan(const Config& config, check::Random& random) {
   with.remote_peers = static_cast<std::uint32_t>(remote.size());
   with.combine_fp8 = c.node_ranks != 0 && random.chance(0.5);
   const Heap heap = heap_of(with);
+  RailArea area = rail_area(heap);
+  std::size_t answered = remote.size();
+  if (c.node_ranks != 0) {
+    const auto is_none = [&](std::uint32_t r) { return rep[r] != r || !alive[r]; };
+    remote.erase(std::remove_if(remote.begin(), remote.end(), is_none), remote.end());
+    answered = rails.sources.size();
+    area = rail_area(with, count_nodes(nodes), static_cast<std::uint32_t>(answered));
+    CHECK(heap.send_bytes[0] + heap.send_bytes[1] + heap.send_bytes[2] == 0 && heap.mapped_slots == c.node_ranks);
+  }
   std::uint64_t packed = 0;
   for (std::uint32_t r : remote) {
     CHECK(dispatch_block(with).bytes(plan.rows(r)) <= heap.slot_bytes[0]);
     packed += align_up(dispatch_block(with).bytes(plan.rows(r)), 64);
   }
-  CHECK(packed <= heap.send_bytes[0]);
+  CHECK(packed <= area.send_bytes[0]);
   packed = 0;
   for (std::uint32_t r : remote) packed += align_up(weights_block(with).bytes(plan.rows(r)), 64);
-  CHECK(packed <= heap.send_bytes[2]);
-  packed = remote.size() * align_up(network_block(with, Op::Combine).bytes(with.max_tokens), 64);
+  CHECK(packed <= area.send_bytes[2]);
+  packed = answered * align_up(network_block(with, Op::Combine).bytes(with.max_tokens), 64);
   CHECK(network_block(with, Op::Combine).bytes(with.max_tokens) <= heap.slot_bytes[1]);
-  CHECK(packed <= heap.send_bytes[1]);
+  CHECK(packed <= area.send_bytes[1]);
 }
 
 // Each token is sent by one living replica, in its turn; what each plans is what a lone rank plans that has only those tokens.
@@ -350,7 +360,7 @@ void check_made(check::Random& random) {
   CHECK(!heap_of(c).has_made(c, heap_of(c).made, 0));
   c.lent = static_cast<std::uint32_t>(random.integer(1, 4));
   const Heap heap = heap_of(c);
-  const std::uint64_t bytes = std::uint64_t{kVec16Bytes} * random.integer(1, static_cast<int>(heap.made_bytes / kVec16Bytes));
+  const std::uint64_t bytes = std::uint64_t{kVec16Bytes} * random.integer(2, static_cast<int>(heap.made_bytes / kVec16Bytes));
   for (std::uint32_t buffer = 0; buffer < c.lent; ++buffer) {
     const std::uint64_t begin = heap.made_at(buffer), end = begin + heap.made_bytes;
     CHECK(heap.has_made(c, begin, bytes) && heap.has_made(c, end - bytes, bytes) && heap.has_made(c, begin, heap.made_bytes));
