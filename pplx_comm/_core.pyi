@@ -296,7 +296,7 @@ class Config:
     @property
     def relay_bytes(self) -> int:
         """
-        With node_ranks: size of the memory for what this rank relays, where nodes are of one size.
+        With node_ranks: size of this rank's rails, where nodes are of one size.
         """
     @property
     def remote_peers(self) -> int:
@@ -525,7 +525,7 @@ class Exchange(Carried):
         """
     def fail(self, reason: str, origin: int, peer: int, step: int, message: str) -> None:
         ...
-    def lay_relays(self, relays: collections.abc.Mapping[int, Mapping]) -> None:
+    def lay_relays(self, rails: collections.abc.Mapping[int, Mapping]) -> None:
         """
         Memory by rank, anew in each generation.
         """
@@ -541,7 +541,7 @@ class Exchange(Carried):
         ...
     def relay_bytes(self, rank: int) -> int:
         """
-        Size of a rank's memory for what ranks of its node return to others by way of it.
+        Bytes of the rails of a rank of this node that this rank maps.
         """
     def release(self, step: int) -> None:
         ...
@@ -552,6 +552,11 @@ class Exchange(Carried):
     @property
     def generation(self) -> int:
         ...
+    @property
+    def network_peers(self) -> list[int]:
+        """
+        Living ranks with which this one exchanges blocks over the network.
+        """
     @property
     def next_step(self) -> int:
         ...

@@ -51,6 +51,8 @@ void Proxy::attach(ProxyObject o) {
     object->parts[op] = part_sizes(o.config, Op(op));
   }
   object->words = static_cast<std::uint32_t>(words);
+  for (std::uint32_t row = 0, world = o.config.world; o.targets.size() < words; ++row)
+    o.targets.resize(o.targets.size() + world, object->heap.remote_slot_at(row / kOps, Op(row % kOps), o.config.rank));
   object->seen.resize(align_up(mail, kBatch));   // the heap has that much room behind the mailbox
   object->out.resize(words * object->places() + (mail - words));
   if (object->places() > 1) object->senders.resize(words);

@@ -27,19 +27,30 @@ struct ProxyFailure {
   std::string text(std::uint32_t rank) const;
 };
 
-// Index of the rank's proxy that carries to and from `peer`. Each proxy has a fabric of its own, so both ranks must come to the
-// same answer. endpoint_of() deals blocks to endpoints by the same sum, so the small blocks of two proxies take different NICs.
-constexpr std::uint32_t proxy_of(std::uint32_t rank, std::uint32_t peer, std::uint32_t proxies) { return (rank + peer) % proxies; }
+// Deals a rank's peers to `count` proxies or endpoints, by the sum of the digits of rank + peer to that base. Both ranks come to
+// the same answer. The last digit alone would not do: rails of equal nodes differ by multiples of the node's size.
+constexpr std::uint32_t dealt(std::uint32_t rank, std::uint32_t peer, std::uint32_t count) {
+  std::uint32_t digits = 0;
+  for (std::uint32_t sum = rank + peer; count > 1 && sum > 0; sum /= count) digits += sum % count;
+  return digits % count;
+}
+
+// Index of the rank's proxy that carries to and from `peer`: each proxy has a fabric of its own. Endpoints are dealt by the same
+// function, so the small blocks of two proxies take different NICs.
+constexpr std::uint32_t proxy_of(std::uint32_t rank, std::uint32_t peer, std::uint32_t proxies) {
+  return dealt(rank, peer, proxies);
+}
 
 // One AllToAll of this rank, as the proxy sees it.
 struct ProxyObject {
   Config config;
   std::uint32_t generation = 1;
-  char* memory = nullptr;                          // this rank's heap
+  char* memory = nullptr;                          // this rank's heap, which has the words
   char* arrivals = nullptr;                        // see Carried
-  LocalRegion region;                              // the same, registered
-  std::vector<std::unique_ptr<RemoteRegion>> peers;   // indexed by rank: the heaps of remote peers; null: not carried by the proxy
-  std::vector<std::uint32_t> slots;                // indexed by rank: the number of this rank's slots there. Empty: its own number
+  LocalRegion region;                              // that of the blocks, registered
+  std::vector<std::unique_ptr<RemoteRegion>> peers;   // indexed by rank: those of remote peers; null: not carried by the proxy
+  std::vector<std::uint64_t> targets;              // indexed by word_index: where this rank's slot begins in the peer's region.
+                                                   // Empty: at its number in a heap
   std::function<void(const ProxyFailure&)> on_failure;
   std::shared_ptr<void> owner;                     // keeps the memory while writes may read it
 };
@@ -72,7 +83,7 @@ class Proxy {
   // of that peer's: a shard each, without data.
   struct Outgoing {
     std::uint64_t source = 0, bytes = 0, shard_bytes = 0;   // shard_bytes: of every shard but the last
-    std::uint64_t target = 0;                               // where it begins in the peer's heap
+    std::uint64_t target = 0;                               // where it begins in the peer's region
     std::uint32_t step = 0, piece = 0;
     std::uint32_t shards = 0, posted = 0, unsent = 0;   // unsent: shards not yet complete, posted or not
     bool begun = false;
@@ -106,8 +117,8 @@ class Proxy {
     std::uint32_t life = 0;          // distinguishes completions of an earlier object of this number
     std::uint32_t words = 0;         // words of the mailbox, without credits
     std::vector<std::uint32_t> remote;
-    std::uint64_t target_at(std::uint32_t step, Op op, std::uint32_t peer) const {   // this rank's slot in the peer's heap
-      return heap.remote_slot_at(set_of(o.config, step), op, o.slots.empty() ? o.config.rank : o.slots[peer]);
+    std::uint64_t target_at(std::uint32_t step, Op op, std::uint32_t peer) const {
+      return o.targets[heap.word_index(o.config, set_of(o.config, step), op, peer)];
     }
     std::vector<std::uint64_t> seen; // the mailbox at the last look, in whole cache lines
     std::vector<Outgoing> out;       // indexed by word_index, again for other parts, or the other place in pieces; then the credits
@@ -145,7 +156,7 @@ class Proxy {
   std::uint32_t endpoint_of(const Job& job) const {
     const Object& object = *objects_[job.object];
     const Outgoing& out = object.out[job.index];
-    return (object.o.config.rank + job.peer + out.piece + out.posted) % endpoints_;
+    return (dealt(object.o.config.rank, job.peer, endpoints_) + out.piece + out.posted) % endpoints_;
   }
   bool take_completions();
   void arrived(std::uint32_t immediate);

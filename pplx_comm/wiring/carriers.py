@@ -105,6 +105,7 @@ class ProxyCarrier:
     def __init__(self, rank: int, network: Network) -> None:
         self._rank = rank
         self._addresses: dict[int, list[bytes]] = {}
+        self.connected: set[int] = set()
         self._closed = False
         self.users = 0
         self.proxies: list[_Proxy] = []
@@ -147,12 +148,14 @@ class ProxyCarrier:
         """True while a proxy thread takes no turn: it hangs in the provider, or gets no core."""
         return not all(proxy.proxy.takes_turns(deadlines.PROXY_TURN) for proxy in self.proxies)
 
-    def connect(self, addresses: dict[int, list[bytes]]) -> None:
-        """Gives each proxy the addresses of the peers that it carries to."""
-        for rank, of_peer in addresses.items():
+    def connect(self, addresses: dict[int, list[bytes]], peers: Sequence[int]) -> None:
+        """Gives each proxy the addresses of the peers that it carries to, and has not got from an earlier AllToAll. addresses: of
+        all ranks, for peer_died()."""
+        self._addresses.update(addresses)
+        for rank in sorted(set(peers) - self.connected):
             number = self._number(rank)
-            self.proxies[number].proxy.insert_peer(rank, of_peer[number])
-            self._addresses[rank] = of_peer
+            self.proxies[number].proxy.insert_peer(rank, addresses[rank][number])
+            self.connected.add(rank)
 
     def register(self, carried: _core.Carried) -> list[_core.LocalRegion]:
         """Counts as a user of this carrier until detach()."""

@@ -36,9 +36,8 @@ def connect(control: ControlPlane, request: Request, wiring: Wiring, alive: list
         answers = agree(control, "AllToAll: fabric", offer, timeout)
         assert carrier is not None
         _check_fresh(answers)
-        if fresh:
-            addresses = {r: _unpack(answers[r]["addresses"]) for r in alive if r != control.rank}  # type: ignore[index]
-            attempts.run(lambda: carrier.connect(addresses))
+        addresses = {r: _unpack(answers[r]["addresses"]) for r in alive if r != control.rank}  # type: ignore[index]
+        attempts.run(lambda: carrier.connect(addresses, wiring.network_peers))
         regions = attempts.run(lambda: carrier.register(wiring.carried))
         if regions is not None:
             wiring.carrier, wiring.regions = carrier, regions
@@ -47,7 +46,7 @@ def connect(control: ControlPlane, request: Request, wiring: Wiring, alive: list
         carriers.proxies[key] = carrier  # on all ranks, or on none: a later AllToAll looks here
         undo.pop_all()
     assert regions is not None
-    descriptions = {r: _unpack(answers[r]["regions"]) for r in wiring.peers.remote}  # type: ignore[index]
+    descriptions = {r: _unpack(answers[r]["regions"]) for r in wiring.network_peers}  # type: ignore[index]
     attempts.run(lambda: carrier.attach(wiring.carried, regions, descriptions))
     over = f"{carrier.name} on {', '.join(carrier.nics)}"
     wiring.exchange.name_networks([over if rank in wiring.peers.remote else "" for rank in range(control.world_size)])

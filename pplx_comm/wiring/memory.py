@@ -35,12 +35,12 @@ def make_exchange(control: ControlPlane, request: Request, peers: Peers, ranks_h
 
 
 def lay_relays(control: ControlPlane, request: Request, exchange: Any, peers: Peers) -> None:
-    """Collective, anew in each generation: relays serve other sources then."""
+    """Collective, anew in each generation: relays serve other sources then. All that goes between nodes lies in this memory."""
     if request.config.node_ranks == 0:
         return
     attempts = Attempts()
-    nbytes = {rank: max(1, exchange.relay_bytes(rank)) for rank in [control.rank, *peers.mapped]}
-    what = ("the relayed rows", "AllToAll: memory of relays")
+    nbytes = {rank: exchange.relay_bytes(rank) for rank in [control.rank, *peers.mapped]}
+    what = ("the rails", "AllToAll: memory of relays")
     relays = _share(control, attempts, nbytes.pop(control.rank), nbytes, what, request.patience)
     attempts.run(lambda: exchange.lay_relays(relays))
     agree(control, "AllToAll: relays", {"error": attempts.error}, request.patience)

@@ -44,6 +44,7 @@ const char* name_of(Fault fault) {
     case Fault::ReplicaLost: return "replica lost";
     case Fault::Relayed: return "rows relayed";
     case Fault::RelayMoved: return "relay moved";
+    case Fault::RelayGrew: return "relay of more sources";
     case Fault::Piece: return "piece arrived";
     case Fault::Credit: return "credit arrived";
     case Fault::CreditReordered: return "credits reordered";

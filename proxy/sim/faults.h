@@ -53,6 +53,7 @@ enum class Fault : std::uint8_t {
   ReplicaLost,         // replicas went on without one of them
   Relayed,             // a relay had all rows that its node returned to a source; the source's block was overwritten
   RelayMoved,          // after a reset another rank was the relay of a living one
+  RelayGrew,           // after a reset a rank was the relay of more sources
   Piece,               // a piece that is not the first of its block arrived
   Credit,              // a credit arrived
   CreditReordered,     // a credit arrived after a later one

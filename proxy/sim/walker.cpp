@@ -384,9 +384,11 @@ void Walker::check_combine() const {
 void Walker::poison_slots(Op op) {
   const std::uint32_t set = set_of(c_, number_);
   const Blocks& b = e_.blocks();
-  for (std::uint32_t peer : b.peers())
-    if (op == Op::Combine || !b.relayed(peer))
-      std::memset(b.own_slot(set, op, peer), kPoison, std::min(kEnough, b.heap().slot_bytes[static_cast<std::uint32_t>(op)]));
+  for (std::uint32_t peer : b.peers()) {
+    const std::uint64_t slot = b.relayed(peer) ? network_block(c_, op).bytes(max_rows_of_block(c_))
+                                               : b.heap().slot_bytes[static_cast<std::uint32_t>(op)];
+    if (op == Op::Combine || !b.relayed(peer)) std::memset(b.own_slot(set, op, peer), kPoison, std::min(kEnough, slot));
+  }
   totals_.count(Fault::Poisoned, b.peers().size());
   if (op != Op::Combine) return;
   for (std::uint32_t source : b.rails().sources)

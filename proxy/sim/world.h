@@ -41,7 +41,7 @@ class World {
   struct Object {
     Config config;
     std::vector<std::uint64_t> memory;
-    std::vector<std::vector<std::uint64_t>> relays;   // an area a generation; a rank that was left out still maps the old ones
+    std::vector<std::vector<std::uint64_t>> rails;    // an area a generation; a rank that was left out still maps the old ones
     std::unique_ptr<cpu::Exchange> exchange;
     LocalRegion region;
     std::vector<std::unique_ptr<Walker>> walkers;

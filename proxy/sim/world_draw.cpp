@@ -160,19 +160,19 @@ void World::make_object(std::uint32_t number, const Config& config) {
   lay_relays(number);
 }
 
-// Fresh memory for what ranks of a node return to others by way of each.
+// Fresh memory for what goes between nodes.
 void World::lay_relays(std::uint32_t number) {
   if (ranks_[0].objects[number].config.node_ranks == 0) return;
   for (Rank& rank : ranks_) {
     Object& object = rank.objects[number];
     const std::uint64_t bytes = rank.alive ? object.exchange->blocks().relay_bytes(rank.number) : 0;
-    object.relays.emplace_back(bytes / sizeof(std::uint64_t), 0);
+    object.rails.emplace_back(bytes / sizeof(std::uint64_t), 0);
   }
   for (Rank& rank : ranks_) {
     std::vector<char*> areas(ranks_.size(), nullptr);
     for (Rank& mate : ranks_)
       if (mate.alive && mate.node == rank.node)
-        areas[mate.number] = reinterpret_cast<char*>(mate.objects[number].relays.back().data());
+        areas[mate.number] = reinterpret_cast<char*>(mate.objects[number].rails.back().data());
     if (rank.alive) rank.objects[number].exchange->lay_relays(std::move(areas));
   }
 }

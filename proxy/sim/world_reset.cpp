@@ -82,7 +82,7 @@ void World::reset() {
     rank.told.reset();
     rank.port.reset();
     for (Object& object : rank.objects) {
-      const std::vector<std::uint32_t> rep = object.exchange->blocks().rails().rep;
+      const Rails before = object.exchange->blocks().rails();
       rank.to_send[object.config.object] = 0;
       object.walkers.clear();
       object.failure.reset();
@@ -90,8 +90,10 @@ void World::reset() {
       object.begun = object.closed = 0;
       object.exchange->reset(generation_, alive_);
       totals_.count(Fault::ReplicaLost, object.exchange->blocks().replicas().size() + 1 < object.config.replicas);
-      for (std::uint32_t peer = 0; peer < rep.size(); ++peer)
-        totals_.count(Fault::RelayMoved, alive_[peer] && object.exchange->blocks().rails().rep[peer] != rep[peer]);
+      const Rails& now = object.exchange->blocks().rails();
+      for (std::uint32_t peer = 0; peer < alive_.size(); ++peer)
+        totals_.count(Fault::RelayMoved, alive_[peer] && now.rep[peer] != before.rep[peer]);
+      totals_.count(Fault::RelayGrew, now.sources.size() > before.sources.size());
       make_stale(object);
     }
   }

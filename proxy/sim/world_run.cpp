@@ -28,8 +28,8 @@ void World::connect() {
     rank.port = rank.fabric->port().number;
     rank.broken = false;
     for (Object& object : rank.objects) {
-      const Heap heap = heap_of(object.config);
-      object.region = rank.fabric->register_memory(object.base(), heap.bytes, heap.shared_bytes);
+      const Blocks::Region region = object.exchange->blocks().region();
+      object.region = rank.fabric->register_memory(region.memory, region.bytes, region.shared_bytes);
     }
     rank.fabric->port().on_ready = [this, &rank] { wake(*rank.proxy_actor); };
   }
@@ -42,20 +42,22 @@ void World::start(Rank& rank) {
   rank.running = true;
   log_.line("rank %u: starts generation %u", rank.number, generation_);
   if (rank.proxy) {
-    for (const Rank& peer : ranks_)
-      if (peer.alive && peer.number != rank.number && peer.fabric)
-        rank.fabric->insert_peer(static_cast<int>(peer.number), peer.fabric->address());
     for (Object& object : rank.objects) {
+      const Blocks& blocks = object.exchange->blocks();
       ProxyObject o;
       o.config = object.config;
       o.generation = generation_;
       o.memory = object.base();
       o.region = object.region;
+      o.targets = blocks.targets_there();
       o.peers.resize(ranks_.size());
-      for (Rank& peer : ranks_)
-        if (peer.alive && peer.node != rank.node && peer.fabric)
-          o.peers[peer.number] = std::make_unique<RemoteRegion>(
-              rank.fabric->import_region(static_cast<int>(peer.number), peer.objects[object.config.object].region.description));
+      for (std::uint32_t peer : blocks.network_peers()) {
+        const Rank& there = ranks_[peer];
+        if (!there.alive || !there.fabric) continue;
+        rank.fabric->insert_peer(static_cast<int>(peer), there.fabric->address());
+        o.peers[peer] = std::make_unique<RemoteRegion>(
+            rank.fabric->import_region(static_cast<int>(peer), there.objects[object.config.object].region.description));
+      }
       o.on_failure = [this, &rank, &object](const ProxyFailure& f) {
         object.exchange->failures().lost_network(f.abort(rank.number), f.text(rank.number));
         wake(*rank.phases_actor);

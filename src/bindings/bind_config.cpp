@@ -75,9 +75,10 @@ void bind_config_struct(py::module_& m) {
       .def_property_readonly("heap_bytes", [](const Config& c) { return heap_of(c).bytes; })
       .def_property_readonly("relay_bytes",
                              [](const Config& c) {
-                               return c.node_ranks == 0 ? 0 : relay_area(c, ceil_div(c.remote_peers, c.node_ranks)).bytes;
+                               if (c.node_ranks == 0) return std::uint64_t{0};
+                               return rail_area(c, ceil_div(c.world, c.node_ranks), ceil_div(c.remote_peers, c.node_ranks)).bytes;
                              },
-                             "With node_ranks: size of the memory for what this rank relays, where nodes are of one size.")
+                             "With node_ranks: size of this rank's rails, where nodes are of one size.")
       .def_property_readonly("mapped_bytes", [](const Config& c) { return heap_of(c).mapped_bytes; },
                              "Size of the part that mapped peers write into; on GPUs a memory of its own.")
       .def_property_readonly("experts_per_rank", [](const Config& c) { return experts_per_rank(c); })

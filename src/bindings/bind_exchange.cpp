@@ -54,13 +54,17 @@ void bind_memory(py::module_& m) {
 
 // The pages of a peer's heap that this rank writes. With the others, page tables and start-up would grow with the cube of the
 // ranks.
-void touch_written(const Mapping& theirs, const Config& c, std::uint32_t peer) {
-  const Heap heap = heap_of(c);
+void touch_written(const Mapping& theirs, const cpu::Blocks& blocks, std::uint32_t peer) {
+  const Config& c = blocks.config();
+  const Heap& heap = blocks.heap();
+  const auto touch = [&](const char* at, std::uint64_t bytes) {
+    theirs.touch(static_cast<std::size_t>(at - theirs.data()), bytes);
+  };
   theirs.touch(0, heap.slots[0]);
   for (std::uint32_t set = 0; set < c.in_flight; ++set) {
-    for (std::uint32_t op = 0; op < kOps; ++op) theirs.touch(heap.slot_at(c, set, Op(op), c.rank), heap.slot_bytes[op]);
+    for (std::uint32_t op = 0; op < kOps; ++op) touch(blocks.slot_at_peer(set, Op(op), peer), heap.slot_bytes[op]);
     if (c.replicas > 1 && first_replica(c, peer) == first_replica(c, c.rank))
-      theirs.touch(heap.slice_at(c, set, c.rank), heap.slice_bytes);
+      touch(blocks.slice_at_peer(set, peer), heap.slice_bytes);
   }
 }
 
@@ -76,11 +80,12 @@ std::shared_ptr<CarriedExchange> make_exchange(const Config& config, std::shared
   memory.peers[config.rank] = memory.own;
   for (const auto& [rank, mapping] : peers) {
     memory.peers.at(rank) = mapping->data();
-    touch_written(*mapping, config, rank);
     mappings.push_back(mapping);
   }
   if (mappings.front()->bytes() < bytes) throw Misuse("the mapped memory is smaller than the heap");
-  return std::make_shared<CarriedExchange>(config, std::move(memory), std::move(mappings), threads, timeout);
+  auto exchange = std::make_shared<CarriedExchange>(config, std::move(memory), std::move(mappings), threads, timeout);
+  for (const auto& [rank, mapping] : peers) touch_written(*mapping, exchange->exchange.blocks(), rank);
+  return exchange;
 }
 
 template <typename Id>
@@ -209,8 +214,10 @@ void bind_life(py::class_<CarriedExchange, Carried, std::shared_ptr<CarriedExcha
           [](CarriedExchange& e, std::uint32_t generation, const std::vector<bool>& alive) { e.exchange.reset(generation, alive); },
           py::arg("generation"), py::arg("alive"))
       .def("relay_bytes", [](const CarriedExchange& e, std::uint32_t rank) { return e.exchange.blocks().relay_bytes(rank); },
-           py::arg("rank"), "Size of a rank's memory for what ranks of its node return to others by way of it.")
-      .def("lay_relays", &CarriedExchange::lay_relays, py::arg("relays"), "Memory by rank, anew in each generation.")
+           py::arg("rank"), "Bytes of the rails of a rank of this node that this rank maps.")
+      .def("lay_relays", &CarriedExchange::lay_relays, py::arg("rails"), "Memory by rank, anew in each generation.")
+      .def_property_readonly("network_peers", [](const CarriedExchange& e) { return e.exchange.blocks().network_peers(); },
+                             "Living ranks with which this one exchanges blocks over the network.")
       .def_property_readonly("generation", [](const CarriedExchange& e) { return e.exchange.generation(); })
       .def_property_readonly("open_steps", [](const CarriedExchange& e) { return e.exchange.open_steps(); })
       .def_property_readonly("next_step", [](const CarriedExchange& e) { return e.exchange.next_step(); })

@@ -34,12 +34,12 @@ void call(ProxyThread& thread, const char* what, std::function<void(Proxy&, Fabr
 LocalRegion register_memory(ProxyThread& thread, const std::shared_ptr<Carried>& carried) {
   const auto region = std::make_shared<LocalRegion>();
   call(thread, "register memory", [region, carried](Proxy&, Fabric& fabric) {
-    const std::uint64_t shared = heap_of(carried->config()).shared_bytes;
+    const Carried::Region all = carried->region();
     if (std::optional<DeviceMemory> blocks = carried->blocks()) {
-      blocks->shared_bytes = shared;
+      blocks->shared_bytes = all.shared_bytes;
       *region = fabric.register_device_memory(*blocks);
     } else {
-      *region = fabric.register_memory(carried->memory(), carried->bytes(), shared);
+      *region = fabric.register_memory(all.memory, all.bytes, all.shared_bytes);
     }
   });
   return *region;
@@ -57,7 +57,7 @@ void attach(ProxyThread& thread, const std::shared_ptr<Carried>& carried, const 
   object->arrivals = carried->arrivals();
   object->region = region;
   object->peers.resize(object->config.world);
-  for (std::uint32_t peer = 0; peer < object->config.world; ++peer) object->slots.push_back(carried->slot_at(peer));
+  object->targets = carried->targets();
   object->owner = carried;
   const std::weak_ptr<Carried> weak = carried;
   const std::uint32_t rank = object->config.rank;
@@ -83,7 +83,10 @@ void detach(ProxyThread& thread, const std::shared_ptr<Carried>& carried, const 
     sched_yield();
   } while (std::chrono::steady_clock::now() < end);
   const bool safe = *quiet;
-  if (!safe) thread.keep(carried);   // the provider may still read it
+  if (!safe) {   // the provider may still read it
+    thread.keep(carried);
+    thread.keep(carried->region().owner);
+  }
   thread.call(
       [=](Proxy& proxy, Fabric& fabric) {
         proxy.detach(number);

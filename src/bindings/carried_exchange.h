@@ -22,19 +22,25 @@ struct CarriedExchange : Carried {
   std::uint32_t generation() const override { return exchange.generation(); }
   char* memory() const override { return own; }
   std::size_t bytes() const override { return mappings.front()->bytes(); }
+  Region region() const override {
+    const cpu::Blocks::Region region = exchange.blocks().region();
+    const auto own_rails = rails.find(config().rank);
+    return {region.memory, region.bytes, region.shared_bytes, own_rails == rails.end() ? nullptr : own_rails->second};
+  }
+  std::vector<std::uint64_t> targets() const override { return exchange.blocks().targets_there(); }
   void lay_relays(std::map<std::uint32_t, std::shared_ptr<Mapping>> by_rank) {
     std::vector<char*> areas(config().world, nullptr);
     for (const auto& [rank, mapping] : by_rank) {
-      if (mapping->bytes() < exchange.blocks().relay_bytes(rank)) throw Misuse("the mapped memory is smaller than the relay's");
+      if (mapping->bytes() < exchange.blocks().relay_bytes(rank)) throw Misuse("the mapped memory is smaller than the rails");
       areas.at(rank) = mapping->data();
     }
     exchange.lay_relays(std::move(areas));
-    relays = std::move(by_rank);
+    rails = std::move(by_rank);
   }
   void lost_network(const Abort& abort, const std::string& message) override { exchange.failures().lost_network(abort, message); }
 
   std::vector<std::shared_ptr<Mapping>> mappings;   // this rank's first
-  std::map<std::uint32_t, std::shared_ptr<Mapping>> relays;
+  std::map<std::uint32_t, std::shared_ptr<Mapping>> rails;   // indexed by rank of this node; empty without node_ranks
   char* own;
   const OutputLayout outputs;
   cpu::Exchange exchange;

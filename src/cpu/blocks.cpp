@@ -27,11 +27,11 @@ Blocks::Blocks(const Config& config, Memory memory)
 void Blocks::rebuild_order() {
   order_ = peer_order(config_, alive_);
   rails_ = make_rails(config_, memory_.nodes, alive_);
-  areas_.assign(config_.world, {});
+  areas_.assign(config_.world, rail_area(heap_));
   for (std::uint32_t mate : rails_.mates) {
     std::uint32_t sources = 0;
     for (std::uint32_t peer : order_) sources += relayed(peer) && rails_.holder[peer] == mate;
-    areas_[mate] = relay_area(config_, sources);
+    areas_[mate] = rail_area(config_, count_nodes(memory_.nodes), sources);
   }
   targets_.clear();
   for (std::uint32_t peer : order_)
@@ -46,6 +46,22 @@ void Blocks::reset(std::uint32_t generation, const std::vector<bool>& alive) {
   std::fill(mailed_.begin(), mailed_.end(), 0);
   std::fill(announced_pieces_.begin(), announced_pieces_.end(), 0);
   empty_mailbox(heap_, config_, memory_.own);
+}
+
+std::vector<std::uint64_t> Blocks::targets_there() const {
+  std::vector<std::uint64_t> targets;
+  for (std::uint32_t set = 0; set < config_.in_flight; ++set)
+    for (std::uint32_t op = 0; op < kOps; ++op)
+      for (std::uint32_t nth : Op(op) == Op::Combine ? rails_.other_there : rails_.nth_there)
+        targets.push_back(areas_[config_.rank].slot_at(set, Op(op), nth));
+  return targets;
+}
+
+std::vector<std::uint32_t> Blocks::network_peers() const {
+  std::vector<std::uint32_t> peers;
+  for (std::uint32_t peer : order_)
+    if (!mapped(peer) && (!relayed(peer) || rails_.rep[peer] == peer || rails_.holder[peer] == config_.rank)) peers.push_back(peer);
+  return peers;
 }
 
 Waiting Blocks::waiting_for_return(std::uint32_t step, std::uint32_t source, std::uint32_t mate) const {
@@ -114,7 +130,7 @@ void Blocks::publish(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_
   }
   const std::uint64_t index = heap_.word_index(config_, set_of(config_, step), op, peer);
   const MailboxEntry entry = mailbox_entry(heap_, memory_.own, index);
-  set_outgoing(entry, static_cast<std::uint64_t>(block - memory_.own));
+  set_outgoing(entry, static_cast<std::uint64_t>(block - network()));
   announce<HostAtomics>(entry, generation_, {step, rows}, mailed_[index]);
 }
 

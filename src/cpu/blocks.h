@@ -21,7 +21,7 @@ namespace pplx::cpu {
 struct Memory {
   char* own = nullptr;
   std::vector<char*> peers;      // indexed by rank: the peer's heap, mapped; for this rank its own; null behind the proxy
-  std::vector<char*> relays = {}; // indexed by rank: the relay area of a rank of this node; empty without node_ranks
+  std::vector<char*> rails = {};  // indexed by rank: the RailArea of a rank of this node; empty without node_ranks
   Nodes nodes = {};
 };
 
@@ -49,30 +49,40 @@ class Blocks {
   // Other living ranks that hold the same tokens.
   const std::vector<std::uint32_t>& replicas() const { return replicas_; }
   void reset(std::uint32_t generation, const std::vector<bool>& alive);
-  // With node_ranks, before the first step of a generation: RelayAreas of this node's living ranks, indexed by rank.
-  void lay_relays(std::vector<char*> areas) { memory_.relays = std::move(areas); }
-  std::uint64_t relay_bytes(std::uint32_t mate) const { return areas_[mate].bytes; }
+  // With node_ranks, before the first step of a generation: RailAreas of this node's living ranks, indexed by rank.
+  void lay_relays(std::vector<char*> areas) { memory_.rails = std::move(areas); }
+  // Bytes of a rank's that this one maps: of its own all, of a mate's the part that mates write into.
+  std::uint64_t relay_bytes(std::uint32_t rank) const {
+    return rank == config_.rank ? areas_[rank].bytes : areas_[rank].mapped_bytes;
+  }
+
+  // Memory that the network reads, and writes up to shared_bytes.
+  struct Region {
+    char* memory;
+    std::uint64_t bytes, shared_bytes;
+  };
+  Region region() const { return {network(), areas_[config_.rank].bytes, areas_[config_.rank].shared_bytes}; }
+  // Where this rank's blocks for remote peers begin in the peers' regions, by word_index.
+  std::vector<std::uint64_t> targets_there() const;
+  // The living ranks with which this one exchanges blocks over the network, with node_ranks its rails alone.
+  std::vector<std::uint32_t> network_peers() const;
 
   // True if this rank's sums for a peer go to the peer's relay on this node.
   bool relayed(std::uint32_t peer) const { return config_.node_ranks != 0 && !mapped(peer); }
   bool mapped(std::uint32_t peer) const { return memory_.peers[peer] != nullptr; }
-  char* own_slot(std::uint32_t set, Op op, std::uint32_t peer) const { return memory_.own + heap_.slot_at(config_, set, op, peer); }
+  char* own_slot(std::uint32_t set, Op op, std::uint32_t peer) const { return slot(config_.rank, set, op, peer); }
   // A peer's block of a dispatch, or of its weights: in this rank's memory, or in that of the peer's relay here.
-  const char* incoming(std::uint32_t set, Op op, std::uint32_t peer) const {
-    return memory_.peers[rails_.holder[peer]] + heap_.slot_at(config_, set, op, peer);
-  }
+  const char* incoming(std::uint32_t set, Op op, std::uint32_t peer) const { return slot(rails_.holder[peer], set, op, peer); }
+  char* slot_at_peer(std::uint32_t set, Op op, std::uint32_t peer) const { return slot(peer, set, op, config_.rank); }
   // A mate's sums for a source, in the memory of the source's relay on this node.
   char* relay_slot(std::uint32_t set, std::uint32_t source, std::uint32_t mate) const {
-    return memory_.relays[rails_.holder[source]] + area(source).block_at(set, rails_.nth[source], rails_.number[mate]);
-  }
-  char* slot_at_peer(std::uint32_t set, Op op, std::uint32_t peer) const {
-    return memory_.peers[peer] + heap_.slot_at(config_, set, op, config_.rank);
+    return returned(source) + area(source).relay.block_at(set, rails_.nth[source], rails_.number[mate]);
   }
   char* own_slice(std::uint32_t set, std::uint32_t replica) const { return memory_.own + heap_.slice_at(config_, set, replica); }
   char* slice_at_peer(std::uint32_t set, std::uint32_t replica) const {
     return memory_.peers[replica] + heap_.slice_at(config_, set, config_.rank);
   }
-  char* send_area(std::uint32_t set, Op op) const { return memory_.own + heap_.send_at(set, op); }
+  char* send_area(std::uint32_t set, Op op) const { return network() + areas_[config_.rank].send_at(set, op); }
   // Where this rank writes its block for a peer of an AllToAll in pieces: in the peer's slot, or in its own send area.
   char* outgoing_slot(std::uint32_t set, Op op, std::uint32_t peer) const {
     return mapped(peer) ? slot_at_peer(set, op, peer) : memory_.own + heap_.spaced_send_at(config_, set, op, remote_before_[peer]);
@@ -149,10 +159,17 @@ class Blocks {
 
  private:
   static std::uint64_t* word(char* heap, std::uint64_t at) { return reinterpret_cast<std::uint64_t*>(heap + at); }
-  std::uint64_t* return_word(std::uint32_t set, std::uint32_t source, std::uint32_t mate) const {
-    return word(memory_.relays[rails_.holder[source]], area(source).arrival_at(set, rails_.nth[source], rails_.number[mate]));
+  // Where a rank of this node has the blocks of a peer: in its heap, or, those of another node's ranks, in its RailArea.
+  char* slot(std::uint32_t at, std::uint32_t set, Op op, std::uint32_t peer) const {
+    if (!relayed(peer)) return memory_.peers[at] + heap_.slot_at(config_, set, op, rails_.number[peer]);
+    return memory_.rails[at] + areas_[config_.rank].slot_at(set, op, (op == Op::Combine ? rails_.other : rails_.nth)[peer]);
   }
-  const RelayArea& area(std::uint32_t source) const { return areas_[rails_.holder[source]]; }
+  char* network() const { return config_.node_ranks != 0 ? memory_.rails[config_.rank] : memory_.own; }
+  char* returned(std::uint32_t source) const { return memory_.rails[rails_.holder[source]] + area(source).relay_at; }
+  std::uint64_t* return_word(std::uint32_t set, std::uint32_t source, std::uint32_t mate) const {
+    return word(returned(source), area(source).relay.arrival_at(set, rails_.nth[source], rails_.number[mate]));
+  }
+  const RailArea& area(std::uint32_t source) const { return areas_[rails_.holder[source]]; }
   void rebuild_order();
   std::uint32_t count(std::uint64_t words, std::uint32_t step, Op op, std::uint32_t peer) const {
     return pieces_in(load_acquire(word(memory_.own, heap_.count_at(config_, words, set_of(config_, step), op, peer))), generation_,
@@ -165,7 +182,7 @@ class Blocks {
   std::uint32_t generation_ = 1;
   std::vector<bool> alive_;
   Rails rails_;
-  std::vector<RelayArea> areas_;        // indexed by rank of this node
+  std::vector<RailArea> areas_;         // indexed by rank of this node
   std::vector<std::uint32_t> order_, targets_, replicas_;
   std::vector<std::uint32_t> remote_before_;   // indexed by peer: remote peers of lower rank
   std::vector<std::vector<char>> staging_;

@@ -131,6 +131,11 @@ constexpr BlockLayout largest_block(const Config& c, Op op) {
   return b;
 }
 
+// The most that blocks of `rows` rows in all take, one behind the other, each at a multiple of 64.
+constexpr std::uint64_t packed_bytes(const BlockLayout& block, std::uint32_t blocks, std::uint64_t rows) {
+  return align_up(blocks * (align_up(block.header_bytes, 64) + 64ull) + rows * block.row_bytes, 64);
+}
+
 // Rows of the parts of a block for another node (parts.h): four pairs of equal parts. A pair has 2^growth_log times the rows of the
 // one before.
 struct PartSizes {

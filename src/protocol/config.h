@@ -79,6 +79,9 @@ constexpr std::uint32_t local_experts(const Config& c, std::uint32_t rank) {
 // A rank's experts stand in a block for its node at its number there; in others at 0.
 constexpr std::uint32_t experts_of_block(const Config& c) { return experts_per_rank(c) * (c.node_ranks == 0 ? 1 : c.node_ranks); }
 
+// Blocks for and of other nodes lie apart from the heap: nodes.h. The heap then has slots for ranks of the node, by number there.
+constexpr bool rails_apart(const Config& c) { return c.node_ranks != 0 && !c.on_gpu; }
+
 // ---- steps: 32 bits that wrap, compared by signed difference ----
 
 constexpr std::int32_t step_difference(std::uint32_t a, std::uint32_t b) { return static_cast<std::int32_t>(a - b); }

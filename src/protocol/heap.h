@@ -6,7 +6,7 @@
 //   mailbox | credits | outgoing | sent | left, rows in pieces | send areas
 //
 // On GPUs there are two memories, which begin with the same words: what mapped peers write into, up to made, and what the proxy
-// moves: slots for remote peers alone, then what follows the bars.
+// moves: slots for remote peers alone, then what follows the bars. On CPUs with node_ranks the proxy moves a RailArea (nodes.h).
 //
 // The words are explained in abort.h, arrival.h (arrival, counts), pieces.h (pieces, consumed, rounds, left) and mailbox.h
 // (mailbox, credits, outgoing, sent); blocks in block.h. Only an AllToAll in pieces has the words that count them; one in parts has

@@ -31,7 +31,7 @@ constexpr Heap heap_of(const Config& c) {
   h.in_parts = in_parts(c);
   h.piece_rows = h.in_pieces ? piece_rows_of(c) : max_rows_of_block(c);
   h.slot_rows = h.in_pieces ? kPlaces * h.piece_rows : h.piece_rows;
-  h.mapped_slots = c.on_gpu && c.mapped_slots != 0 ? c.mapped_slots : c.world;
+  h.mapped_slots = c.on_gpu ? (c.mapped_slots != 0 ? c.mapped_slots : c.world) : rails_apart(c) ? c.node_ranks : c.world;
   h.remote_slots = c.on_gpu && c.remote_slots != 0 ? c.remote_slots : c.world;
   const std::uint64_t words_end = at;
   for (std::uint32_t op = 0; op < kOps; ++op) {
@@ -70,15 +70,14 @@ constexpr Heap heap_of(const Config& c) {
   // A token is sent once per rank that wants it, so its rows fill at most min(top_k, remote peers) places; a combine may
   // return every row of every remote peer.
   const std::uint64_t most = max_rows_of_block(c);
-  const std::uint64_t rows_out = most * (c.top_k < c.remote_peers ? c.top_k : c.remote_peers);
-  const std::uint64_t rows[kOps] = {rows_out, most * c.remote_peers, rows_out};
+  const std::uint32_t peers = rails_apart(c) ? 0 : c.remote_peers;
+  const std::uint64_t rows_out = most * (c.top_k < peers ? c.top_k : peers);
+  const std::uint64_t rows[kOps] = {rows_out, most * peers, rows_out};
   for (std::uint32_t op = 0; op < kOps; ++op) {
     const BlockLayout block = largest_block(c, Op(op));
     h.send[op] = at;
-    h.send_bytes[op] = c.on_gpu
-                           ? c.remote_peers * align_up(block.bytes(most), 64)
-                           : align_up(c.remote_peers * (align_up(block.header_bytes, 64) + 64ull) + rows[op] * block.row_bytes, 64);
-    if (h.in_pieces && op < kPieceOps) h.send_bytes[op] = c.remote_peers * h.slot_bytes[op];
+    h.send_bytes[op] = c.on_gpu ? peers * align_up(block.bytes(most), 64) : packed_bytes(block, peers, rows[op]);
+    if (h.in_pieces && op < kPieceOps) h.send_bytes[op] = peers * h.slot_bytes[op];
     at = align_up(at + h.send_bytes[op] * c.in_flight, page);
   }
   h.bytes = at;

@@ -14,7 +14,7 @@ namespace pplx::test {
 struct LocalRank {
   Config config;
   std::unique_ptr<std::uint64_t[]> heap;
-  std::vector<std::uint64_t> relay;   // see Blocks::lay_relays()
+  std::vector<std::uint64_t> rails;   // see Blocks::lay_relays()
   std::unique_ptr<cpu::Exchange> exchange;
   std::unique_ptr<ShuffleFabric> fabric;
   std::unique_ptr<Proxy> proxy;
@@ -43,29 +43,31 @@ class LocalRanks {
         memory.nodes.push_back(static_cast<std::uint16_t>(p / node_size));
       }
       rank.exchange = std::make_unique<cpu::Exchange>(rank.config, memory, 1, 10.0);
+      if (config.node_ranks != 0) rank.rails.resize(rank.exchange->blocks().relay_bytes(rank.config.rank) / 8);
+    }
+    for (LocalRank& rank : ranks) {
+      std::vector<char*> areas(config.world, nullptr);
+      for (std::uint32_t p = 0; p < config.world; ++p)
+        if (same_node(rank.config.rank, p)) areas[p] = reinterpret_cast<char*>(ranks[p].rails.data());
+      rank.exchange->lay_relays(areas);
+    }
+    for (LocalRank& rank : ranks) {
       if (rank.config.remote_peers == 0) continue;
+      const cpu::Blocks& blocks = rank.exchange->blocks();
       rank.fabric = std::make_unique<ShuffleFabric>(net, static_cast<int>(rank.config.rank), endpoints);
       rank.proxy = std::make_unique<Proxy>(*rank.fabric, shard_bytes);
       ProxyObject object;
       object.config = rank.config;
       object.memory = rank.memory();
-      object.region = rank.fabric->register_memory(rank.memory(), heap_of(rank.config).bytes, heap_of(rank.config).shared_bytes);
+      object.region = rank.fabric->register_memory(blocks.region().memory, blocks.region().bytes, blocks.region().shared_bytes);
+      object.targets = blocks.targets_there();
       object.peers.resize(config.world);
-      for (std::uint32_t p = 0; p < config.world; ++p) {
-        if (same_node(rank.config.rank, p)) continue;
+      for (std::uint32_t p : blocks.network_peers()) {
         object.peers[p] = std::make_unique<RemoteRegion>();
-        object.peers[p]->base = reinterpret_cast<std::uint64_t>(ranks[p].memory());
+        object.peers[p]->base = reinterpret_cast<std::uint64_t>(ranks[p].exchange->blocks().region().memory);
       }
       object.on_failure = [&rank](const ProxyFailure& f) { rank.failures.push_back(f); };
       rank.proxy->attach(std::move(object));
-    }
-    for (LocalRank& rank : ranks)
-      if (config.node_ranks != 0) rank.relay.resize(rank.exchange->blocks().relay_bytes(rank.config.rank) / 8);
-    for (LocalRank& rank : ranks) {
-      std::vector<char*> areas(config.world, nullptr);
-      for (std::uint32_t p = 0; p < config.world; ++p)
-        if (same_node(rank.config.rank, p)) areas[p] = reinterpret_cast<char*>(ranks[p].relay.data());
-      rank.exchange->lay_relays(areas);
     }
   }
 

@@ -88,7 +88,7 @@ struct World {
     o.generation = generation;
     o.memory = reinterpret_cast<char*>(memory.get());
     o.peers.resize(c.world);
-    o.slots = slots;
+    o.targets = targets;
     for (std::uint32_t peer = 2; peer < c.world; ++peer) {
       o.peers[peer] = std::make_unique<RemoteRegion>();
       o.peers[peer]->base = kBase * peer;
@@ -122,7 +122,7 @@ struct World {
   }
 
   std::uint32_t generation = 1;
-  std::vector<std::uint32_t> slots;   // see ProxyObject
+  std::vector<std::uint64_t> targets;   // see ProxyObject
   Config config;
   Heap heap;
   std::unique_ptr<std::uint64_t[]> memory;

@@ -78,7 +78,7 @@ void damage(char* block, std::uint64_t bytes, std::uint32_t interesting, check::
   }
 }
 
-// With relays a combine's blocks lie in their areas.
+// With relays blocks of other nodes lie in their areas.
 void damage_blocks(LocalRank& rank, Op op, check::Random& random) {
   const Blocks& b = rank.exchange->blocks();
   for (std::uint32_t source : b.rails().sources)
@@ -88,7 +88,7 @@ void damage_blocks(LocalRank& rank, Op op, check::Random& random) {
   const Config& c = rank.config;
   const BlockLayout layout = block_layout(c, op);
   for (std::uint32_t peer = 0; peer < c.world; ++peer) {
-    if (peer == c.rank || random.chance(0.5)) continue;
+    if (peer == c.rank || random.chance(0.5) || (op != Op::Combine && b.rails().holder[peer] != c.rank)) continue;
     damage(rank.exchange->blocks().own_slot(0, op, peer), layout.bytes(c.max_tokens), layout.header_bytes + layout.row_bytes,
            random);
   }

@@ -74,6 +74,7 @@ void check_rails(check::Random& random) {
     if (alive[c.rank]) of[c.rank] = make_rails(c, nodes, alive);
   for (std::uint32_t s = 0; s < c.world; ++s) {
     if (!alive[s]) continue;
+    std::map<std::uint32_t, std::uint32_t> answers;   // a relay's place is its own
     for (std::uint32_t d = 0, number[kMaxRanks] = {}; d < c.world; ++d) {
       const std::uint32_t to = of[s].rep[d];
       CHECK_EQ(of[s].number[d], number[nodes[d]]++);
@@ -83,8 +84,13 @@ void check_rails(check::Random& random) {
       }
       CHECK(alive[to] && nodes[to] == nodes[d]);
       CHECK_EQ(of[d].holder[s], to);
-      CHECK_EQ(of[d].nth[s], of[to].nth[s]);
-      CHECK(of[to].nth[s] < of[to].sources.size() && of[to].sources[of[to].nth[s]] == s);
+      const std::uint32_t nth = of[to].nth[s];
+      CHECK_EQ(of[d].nth[s], nth);
+      CHECK(nth < of[to].sources.size() && of[to].sources[nth] == s);
+      // A source and its relay agree where the block lies, and where the answer.
+      CHECK_EQ(of[s].nth_there[to], nth);
+      CHECK_EQ(of[to].other_there[s], of[s].other[to]);
+      CHECK(answers.emplace(of[s].other[to], to).first->second == to && of[s].other[to] + 1 < count_nodes(nodes));
     }
     CHECK(of[s].mates == living_of(nodes, nodes[s], alive));
     for (std::uint32_t mate : of[s].mates) CHECK_EQ(of[s].holder[mate], s);
@@ -112,6 +118,38 @@ void check_rails(check::Random& random) {
   CHECK(word <= area.blocks && block == area.bytes && area.block_bytes >= combine_block(c).bytes(c.max_tokens));
 }
 
+// Slots, returned rows and blocks to send lie apart, and within their part of the area. A source does not know how many sources its
+// relay has, and finds its slot there.
+void check_rail_area(check::Random& random) {
+  Config c = random_config(random);
+  c.node_ranks = static_cast<std::uint32_t>(random.integer(1, 8));
+  c.combine_fp8 = random.chance(0.3);
+  const auto nodes = static_cast<std::uint32_t>(random.integer(2, 5)), sources = static_cast<std::uint32_t>(random.integer(0, 9));
+  const RailArea area = rail_area(c, nodes, sources), other = rail_area(c, nodes, sources + 3);
+  std::vector<std::pair<std::uint64_t, std::uint64_t>> spans;   // begin and end
+  const auto add = [&](std::uint64_t at, std::uint64_t bytes) { spans.emplace_back(at, at + bytes); };
+  for (std::uint32_t set = 0; set < c.in_flight; ++set)
+    for (const Op op : {Op::Dispatch, Op::Combine, Op::Weights}) {
+      const bool answers = op == Op::Combine;
+      const std::uint64_t bytes = network_block(c, op).bytes(max_rows_of_block(c));
+      for (std::uint32_t nth = 0; nth < (answers ? nodes - 1 : sources); ++nth) {
+        const std::uint64_t at = area.slot_at(set, op, nth);
+        CHECK(at == other.slot_at(set, op, nth) && at % 64 == 0 && at + bytes <= area.shared_bytes);
+        add(at, bytes);
+      }
+      const std::uint64_t rows = std::uint64_t{max_rows_of_block(c)} * std::min(nodes - 1, c.top_k);
+      const std::uint64_t most = answers ? sources * bytes : network_block(c, op).row_bytes * rows;
+      CHECK(area.send_at(set, op) >= area.mapped_bytes && area.send_bytes[std::uint32_t(op)] >= most);
+      add(area.send_at(set, op), area.send_bytes[std::uint32_t(op)]);
+    }
+  CHECK(area.relay_at >= area.shared_bytes && area.relay_at + area.relay.bytes <= area.mapped_bytes);
+  CHECK_EQ(area.relay.sources, sources);
+  add(area.relay_at, area.relay.bytes);
+  std::sort(spans.begin(), spans.end());
+  for (std::size_t i = 1; i < spans.size(); ++i) CHECK(spans[i - 1].second <= spans[i].first);
+  CHECK(spans.back().second <= area.bytes);
+}
+
 template <typename Id>
 void check_plan(const Config& config, check::Random& random) {
   Config c = config;
@@ -133,7 +171,8 @@ void check_plan(const Config& config, check::Random& random) {
   const bool deaths = random.chance(0.3);
   if (deaths)
     for (std::uint32_t r = 0; r < c.world; ++r) alive[r] = r == c.rank || !random.chance(0.3);
-  const std::vector<std::uint32_t> rep = make_rails(c, nodes, alive).rep;
+  const Rails rails = make_rails(c, nodes, alive);
+  const std::vector<std::uint32_t>& rep = rails.rep;
   const Plan plan = make_plan(c, ids.data(), tokens, deaths ? &alive : nullptr, c.node_ranks != 0 ? &rep : nullptr);
   // A rank of another node gets its rows from its living one whose number is this rank's, modulo their count.
   const auto receiver = [&](std::uint32_t owner) {
@@ -196,7 +235,7 @@ void check_plan(const Config& config, check::Random& random) {
       CHECK(plan.token_rows[i - 1].rank < plan.token_rows[i].rank);
   }
 
-  // The blocks for remote peers fit the send area, whichever peers are remote.
+  // The blocks for remote peers fit the send area, whichever peers are remote; with relays those for the network's peers.
   Config with = c;
   std::vector<std::uint32_t> remote;
   for (std::uint32_t r = 0; r < c.world; ++r)
@@ -204,18 +243,27 @@ void check_plan(const Config& config, check::Random& random) {
   with.remote_peers = static_cast<std::uint32_t>(remote.size());
   with.combine_fp8 = c.node_ranks != 0 && random.chance(0.5);
   const Heap heap = heap_of(with);
+  RailArea area = rail_area(heap);
+  std::size_t answered = remote.size();
+  if (c.node_ranks != 0) {
+    const auto is_none = [&](std::uint32_t r) { return rep[r] != r || !alive[r]; };
+    remote.erase(std::remove_if(remote.begin(), remote.end(), is_none), remote.end());
+    answered = rails.sources.size();
+    area = rail_area(with, count_nodes(nodes), static_cast<std::uint32_t>(answered));
+    CHECK(heap.send_bytes[0] + heap.send_bytes[1] + heap.send_bytes[2] == 0 && heap.mapped_slots == c.node_ranks);
+  }
   std::uint64_t packed = 0;
   for (std::uint32_t r : remote) {
     CHECK(dispatch_block(with).bytes(plan.rows(r)) <= heap.slot_bytes[0]);
     packed += align_up(dispatch_block(with).bytes(plan.rows(r)), 64);
   }
-  CHECK(packed <= heap.send_bytes[0]);
+  CHECK(packed <= area.send_bytes[0]);
   packed = 0;
   for (std::uint32_t r : remote) packed += align_up(weights_block(with).bytes(plan.rows(r)), 64);
-  CHECK(packed <= heap.send_bytes[2]);
-  packed = remote.size() * align_up(network_block(with, Op::Combine).bytes(with.max_tokens), 64);
+  CHECK(packed <= area.send_bytes[2]);
+  packed = answered * align_up(network_block(with, Op::Combine).bytes(with.max_tokens), 64);
   CHECK(network_block(with, Op::Combine).bytes(with.max_tokens) <= heap.slot_bytes[1]);
-  CHECK(packed <= heap.send_bytes[1]);
+  CHECK(packed <= area.send_bytes[1]);
 }
 
 // Each token is sent by one living replica, in its turn; what each plans is what a lone rank plans that has only those tokens.
@@ -312,7 +360,7 @@ void check_made(check::Random& random) {
   CHECK(!heap_of(c).has_made(c, heap_of(c).made, 0));
   c.lent = static_cast<std::uint32_t>(random.integer(1, 4));
   const Heap heap = heap_of(c);
-  const std::uint64_t bytes = std::uint64_t{kVec16Bytes} * random.integer(1, static_cast<int>(heap.made_bytes / kVec16Bytes));
+  const std::uint64_t bytes = std::uint64_t{kVec16Bytes} * random.integer(2, static_cast<int>(heap.made_bytes / kVec16Bytes));
   for (std::uint32_t buffer = 0; buffer < c.lent; ++buffer) {
     const std::uint64_t begin = heap.made_at(buffer), end = begin + heap.made_bytes;
     CHECK(heap.has_made(c, begin, bytes) && heap.has_made(c, end - bytes, bytes) && heap.has_made(c, begin, heap.made_bytes));
@@ -338,6 +386,7 @@ int main() {
   }
   for (int i = 0; i < 2000; ++i) check_replicas(random);
   for (int i = 0; i < 1000; ++i) check_rails(random);
+  for (int i = 0; i < 1000; ++i) check_rail_area(random);
   for (int i = 0; i < 2000; ++i) check_made(random);
   check_largest_step();
 }

@@ -447,21 +447,38 @@ void small_blocks_use_every_endpoint() {
   }
 }
 
-// On GPUs this rank's slots have another number at each peer, and lie where there are none for mapped peers.
+// EP64 on nodes of eight: of a rank's seven rails each of two NICs has three or four.
+void rails_use_every_endpoint() {
+  for (std::uint32_t rank : {0u, 13u, 63u}) {
+    World w(2);
+    w.proxy.detach(0);
+    Config c = w.config;
+    c.world = 64;
+    c.rank = rank;
+    w.attach(c);
+    std::uint32_t first = 0;
+    for (std::uint32_t peer = rank % 8; peer < c.world; peer += 8) {
+      if (peer == rank) continue;
+      w.mail(1, Op::Dispatch, peer, 0, 0);
+      first += w.take_writes().at(0).endpoint == 0;
+    }
+    CHECK(first == 3 || first == 4);
+  }
+}
+
+// On GPUs this rank's slots have another number at each peer, and lie where there are none for mapped peers; with relays they lie
+// in other memory.
 void slots_for_remote_peers() {
   World w(1);
   Config c = w.config;
-  c.on_gpu = true;
-  c.mapped_slots = 2;
-  c.remote_slots = 3;
-  w.slots = {0, 0, 2, 0, 1};
+  for (std::uint32_t index = 0; index < c.in_flight * kOps * c.world; ++index) w.targets.push_back(64 * index * index);
   w.attach(c);
   for (const Op op : {Op::Dispatch, Op::Combine})
     for (std::uint32_t peer = 2; peer < 5; ++peer) {
       w.mail(1, op, peer, 1, 0);
       const std::vector<Write> writes = w.take_writes();
       CHECK_EQ(writes.size(), std::size_t{1});
-      CHECK_EQ(writes[0].target_offset, static_cast<std::size_t>(w.heap.remote_slot_at(1, op, w.slots[peer])));
+      CHECK_EQ(writes[0].target_offset, static_cast<std::size_t>(w.targets[w.heap.word_index(c, 1, op, peer)]));
     }
 }
 
@@ -486,18 +503,28 @@ void many_objects() {
   for (std::size_t n = 0; n < memories.size(); ++n) CHECK_EQ(memories[n][at / 8] != 0, n == 3);
 }
 
-// Two proxies of a rank: both ranks of a pair name the same one, and each has half of the peers, one more at most.
+// Two proxies, or several NICs, of a rank: both ranks of a pair name the same one, and each has its share of the peers, one more or
+// less at most; so has each of two where every `apart`th rank is a network peer. Of four NICs none has more than three of seven.
 void splits_peers() {
-  for (const std::uint32_t world : {2u, 3u, 8u, 9u, 64u})
+  const auto most_and_least = [](std::uint32_t rank, std::uint32_t world, std::uint32_t apart, std::uint32_t count) {
+    std::vector<std::uint32_t> peers(count);
+    for (std::uint32_t peer = rank % apart; peer < world; peer += apart) {
+      CHECK_EQ(proxy_of(rank, peer, count), dealt(peer, rank, count));
+      if (peer != rank) ++peers.at(dealt(rank, peer, count));
+    }
+    return std::pair(*std::max_element(peers.begin(), peers.end()), *std::min_element(peers.begin(), peers.end()));
+  };
+  for (const std::uint32_t world : {2u, 3u, 8u, 9u, 64u, 512u})
     for (std::uint32_t rank = 0; rank < world; ++rank) {
-      std::uint32_t first = 0;
-      for (std::uint32_t peer = 0; peer < world; ++peer) {
-        CHECK_EQ(proxy_of(rank, peer, 1), 0u);
-        CHECK(proxy_of(rank, peer, 2) < 2);
-        CHECK_EQ(proxy_of(rank, peer, 2), proxy_of(peer, rank, 2));
-        first += peer != rank && proxy_of(rank, peer, 2) == 0;
+      CHECK_EQ(dealt(rank, (rank + 1) % world, 1), 0u);
+      const auto [most, least] = most_and_least(rank, world, 1, 2);
+      CHECK(most - least <= 2 && (world % 8 != 0 || most - least == 1));
+      if (world < 64) continue;
+      for (const std::uint32_t node : {2u, 4u, 8u, 16u}) {
+        const auto [many, few] = most_and_least(rank, world, node, 2);
+        CHECK_EQ(many - few, 1u);
+        CHECK(most_and_least(rank, world, node, 4).first <= (world / node + 4) / 4);
       }
-      CHECK(first + 1 >= world / 2 && first <= world / 2);
     }
 }
 
@@ -507,6 +534,7 @@ int main() {
   one_write();
   shards_of_a_block();
   small_blocks_use_every_endpoint();
+  rails_use_every_endpoint();
   slots_for_remote_peers();
   shards_in_any_order();
   stray_immediates();

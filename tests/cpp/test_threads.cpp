@@ -90,7 +90,7 @@ struct Scene {
 struct Rank {
   Config config;
   std::unique_ptr<std::uint64_t[]> heap;
-  std::vector<std::uint64_t> relay;
+  std::vector<std::uint64_t> rails;
   std::unique_ptr<Exchange> exchange;
   struct Carrier {
     std::unique_ptr<ProxyThread> proxy;
@@ -165,7 +165,6 @@ std::shared_ptr<Fabric> open_fabric(const Scene& scene, QueueNet& net, std::uint
 
 // Every call goes to the proxy thread, as the bindings do it.
 void wire(const Scene& scene, QueueNet& net, std::vector<Rank>& ranks) {
-  const auto together = [&](std::uint32_t a, std::uint32_t b) { return a / scene.node_size == b / scene.node_size; };
   const auto each = [&](const auto& f) {
     for (Rank& rank : ranks)
       for (std::uint32_t i = 0; i < scene.proxies; ++i)
@@ -176,22 +175,23 @@ void wire(const Scene& scene, QueueNet& net, std::vector<Rank>& ranks) {
       rank.carriers.push_back({std::make_unique<ProxyThread>(open_fabric(scene, net, rank.config.rank, i), 512, -1), {}, {}});
   each([&](Rank& rank, std::uint32_t i, Proxy&, Fabric& fabric) { rank.carriers[i].address = fabric.address(); });
   each([&](Rank& rank, std::uint32_t i, Proxy&, Fabric& fabric) {
-    for (const Rank& peer : ranks)
-      if (&peer != &rank) fabric.insert_peer(static_cast<int>(peer.config.rank), peer.carriers[i].address);
-    rank.carriers[i].region = fabric.register_memory(rank.memory(), heap_of(rank.config).bytes, heap_of(rank.config).shared_bytes);
+    for (const std::uint32_t peer : rank.exchange->blocks().network_peers())
+      fabric.insert_peer(static_cast<int>(peer), ranks[peer].carriers[i].address);
+    const Blocks::Region region = rank.exchange->blocks().region();
+    rank.carriers[i].region = fabric.register_memory(region.memory, region.bytes, region.shared_bytes);
   });
   each([&](Rank& rank, std::uint32_t i, Proxy& proxy, Fabric& fabric) {
     ProxyObject object;
     object.config = rank.config;
     object.memory = rank.memory();
     object.region = rank.carriers[i].region;
+    object.targets = rank.exchange->blocks().targets_there();
     object.peers.resize(ranks.size());
-    for (const Rank& peer : ranks) {
-      const std::uint32_t number = peer.config.rank;
-      if (together(rank.config.rank, number) || proxy_of(rank.config.rank, number, scene.proxies) != i) continue;
-      const Blob& description = peer.carriers[i].region.description;
+    for (const std::uint32_t number : rank.exchange->blocks().network_peers()) {
+      if (proxy_of(rank.config.rank, number, scene.proxies) != i) continue;
+      const Blob& description = ranks[number].carriers[i].region.description;
       auto remote = std::make_unique<RemoteRegion>(fabric.import_region(static_cast<int>(number), description));
-      if (scene.provider.empty()) remote->base = reinterpret_cast<std::uint64_t>(peer.memory());
+      if (scene.provider.empty()) remote->base = reinterpret_cast<std::uint64_t>(ranks[number].exchange->blocks().region().memory);
       object.peers[number] = std::move(remote);
     }
     proxy.attach(std::move(object));
@@ -231,11 +231,11 @@ void play(const Scene& scene, std::uint64_t seed) {
       if (scene.relays) memory.nodes.push_back(static_cast<std::uint16_t>(p / scene.node_size));
     }
     rank.exchange = std::make_unique<Exchange>(rank.config, memory, 2, 60.0);
-    rank.relay.resize(rank.exchange->blocks().relay_bytes(rank.config.rank) / 8);
+    rank.rails.resize(rank.exchange->blocks().relay_bytes(rank.config.rank) / 8);
   }
-  for (Rank& rank : ranks) {
+  for (Rank& rank : ranks) {   // without relays they are not looked at
     std::vector<char*> areas;
-    for (Rank& mate : ranks) areas.push_back(reinterpret_cast<char*>(mate.relay.data()));
+    for (Rank& mate : ranks) areas.push_back(reinterpret_cast<char*>(mate.rails.data()));
     rank.exchange->lay_relays(std::move(areas));
   }
   if (scene.node_size < scene.ranks) wire(scene, net, ranks);

@@ -491,7 +491,12 @@ def reset_after(me: Any, case: Case, victims: list[int], paths: list[str], held_
     alive = [True] * me.world_size
     survivor = Survivor(me, case, a2a, alive)
     old = survivor.step()
-    result: dict[str, Any] = {"rounds": []}
+
+    def connected() -> list[int]:
+        carrier = a2a._steps.session.wiring.carrier
+        return [] if carrier is None else sorted(carrier.connected)
+
+    result: dict[str, Any] = {"rounds": [], "connected": [connected()]}
     for victim, path in zip(victims, paths, strict=True):
         if me.rank == victim:
             if held_shm:
@@ -507,6 +512,7 @@ def reset_after(me: Any, case: Case, victims: list[int], paths: list[str], held_
         result["rounds"].append(r["at"] - r["starved"])
         a2a.reset()
         alive[victim] = False
+        result["connected"].append(connected())
         survivor = Survivor(me, replace(case, seed=case.seed + victim + 1), a2a, alive)
         mistake(lambda: a2a.combine(torch.zeros(old.x.shape, dtype=DTYPES[case.dtype]), old), "reset|already")
         if case.wire == "native":

@@ -10,6 +10,7 @@ import random
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import reference
@@ -545,12 +546,29 @@ def two_proxies(me: Any, case: Case) -> None:
     must(digests[0] == digests[1], f"{case}: what two proxies bring and what one does")
 
 
+def mapped_bytes(me: Any, case: Case) -> tuple[int, int]:
+    """Bytes of the memory that this rank made for an AllToAll, and those that required_bytes says."""
+    with open_all_to_all(me, case):
+        lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if f" of an AllToAll on rank {me.rank} " in line]
+    ends = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+    required = pc.AllToAll.required_bytes(
+        world_size=case.world_size, num_experts=case.num_experts, top_k=case.top_k, hidden=case.hidden,
+        max_tokens_per_rank=case.max_tokens, dtype=DTYPES[case.dtype], wire=case.wire, layout=case.layout_object,
+        in_flight=case.in_flight, replicas=case.replicas, dedup="node" if case.relayed else "rank",
+        remote_peers=sum(node != case.nodes[me.rank] for node in case.nodes),
+    )  # fmt: skip
+    return sum(end - begin for begin, end in ends), required
+
+
 def both_proxies_carry(me: Any, case: Case) -> None:
     with open_all_to_all(me, case) as one, open_all_to_all(me, replace(case, proxy_threads=2)) as two:
         for a2a in (one, two):
             Runner(me, case, a2a).run()
-        # Each other rank is a peer of one of them; a step is two blocks for each, and a block is a write.
-        peers = [sum((me.rank + peer) % 2 == n for peer in range(case.world_size) if peer != me.rank) for n in (0, 1)]
+        # Each other rank, or rail, is a peer of one of them; a step is two blocks for each, and a block is a write.
+        apart = (case.relayed and case.node_size) or 1
+        sums = [me.rank + peer for peer in range(me.rank % apart, case.world_size, apart) if peer != me.rank]
+        peers = [sum(bin(each).count("1") % 2 == n for each in sums) for n in (0, 1)]
+        must(abs(peers[0] - peers[1]) <= 1, "each carries to half of the peers", peers)
         blocks = [2 * case.steps * n for n in peers]
 
         def writes() -> list[int]:

@@ -255,6 +255,26 @@ def test_required_bytes() -> None:
             pc.AllToAll.required_bytes(**{**usual, **bad})
 
 
+@pytest.mark.parametrize(("ranks", "most"), [(16, 0.0408), (64, 0.1546)])
+def test_slots_of_rails(ranks: int, most: float) -> None:
+    """GiB of 128 tokens on nodes of eight: slots for a rank's node, and for its rails."""
+    required = pc.AllToAll.required_bytes(
+        world_size=ranks, num_experts=256, top_k=8, hidden=7168, max_tokens_per_rank=128, wire="fp8", remote_peers=ranks - 8,
+        dedup="node", layout=pc.Ragged(max_rows=1 << 17),
+    )  # fmt: skip
+    assert most * 0.99 < required / 2**30 < most
+
+
+@pytest.mark.parametrize("transport", ["relayed:tcp", "relayed-dealt:shm", "mixed:tcp"])
+def test_required_bytes_are_those_that_ranks_map(transport: str) -> None:
+    """To the page."""
+    with Crew(4) as crew:
+        for in_flight, hidden in ((1, 64), (2, 1024)):
+            case = Case(1, 4, num_experts=16, top_k=4, hidden=hidden, max_tokens=64, in_flight=in_flight, transport=transport)
+            for mapped, required in crew.run("rank_cases:mapped_bytes", case):
+                assert mapped == required > 0, (transport, mapped, required)
+
+
 @pytest.mark.parametrize(("ranks", "most"), [(8, 0.0211), (16, 0.0632), (64, 0.3156)])
 def test_slots_on_gpus(ranks: int, most: float) -> None:
     """GiB of 128 tokens: slots for eight mapped ranks, and slots and send blocks for remote peers."""

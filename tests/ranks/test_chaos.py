@@ -48,6 +48,17 @@ def test_random_shapes(world_size: int) -> None:
     assert min(happened.values()) >= 20, happened
 
 
+@pytest.mark.long
+def test_soak_of_relays() -> None:
+    """Six minutes of random shapes, on four nodes of two and on two nodes to which ranks are dealt."""
+    begin, number, end = seed() * 100_000 + 400_000, 0, time.monotonic() + 360
+    with Crew(8, chaos(HARD, PPLX_TEST_STEP_TIMEOUT="100")) as crew:
+        while time.monotonic() < end:
+            crew.run("rank_cases:exchange", random_case(begin + number, 8, ("relayed:tcp", "relayed:shm", "relayed-dealt:tcp")))
+            number += 1
+    print(f"{number} cases from seed {begin} on")
+
+
 @pytest.mark.parametrize(("transport", "in_flight"), [("proxy:shm", 4), ("proxy:tcp", 1)])
 def test_many_steps(transport: str, in_flight: int) -> None:
     """More than the 32 steps that an immediate can tell apart, over the largest step number."""

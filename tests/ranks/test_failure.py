@@ -277,6 +277,17 @@ def test_reset(transport: str, tmp_path: Path) -> None:
             assert left_in_shm(crew) == []
 
 
+def test_a_relay_of_more_sources(tmp_path: Path) -> None:
+    """Rank 3 relays for rank 1; after the death of its mate, 2, for all ranks of other nodes. Ranks connect to their rails alone."""
+    case = Case(95, 5, transport="relayed:tcp", num_experts=12, top_k=5, crowd="uneven", in_flight=2, max_tokens=16)
+    with Crew(5) as crew:
+        crew.start("failure_cases:reset_after", case, [2], [str(tmp_path / "died")])
+        rails = [r["connected"] for r in crew.collect(60, [0, 1, 3, 4])]
+        assert crew.leave() == [0, 0, -9, 0, 0]
+        assert left_in_shm(crew) == []
+    assert rails == [[[2, 4], [3, 4]], [[3, 4], [3, 4]], [[1, 4], [0, 1, 4]], [[0, 1, 2, 3], [0, 1, 3]]]
+
+
 def test_reset_after_a_death_inside_of_shm(tmp_path: Path) -> None:
     """The dead hold a lock of the provider, so the survivors' proxies hang in it for ever: they are left behind, and leave no file."""
     version = str(_core.libfabric_status()["version"])

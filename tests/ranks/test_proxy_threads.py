@@ -23,15 +23,17 @@ def test_exchange(world_size: int, chaos: str) -> None:
             crew.run("rank_cases:two_proxies", random_case(begin + number, world_size, TRANSPORTS))
 
 
-def test_both_carry() -> None:
-    """Every other peer each, and no peer both; beside an AllToAll with one proxy on the same Communicator."""
-    with Crew(4) as crew:
-        crew.run("rank_cases:both_proxies_carry", Case(1, 4, transport="proxy:tcp", hidden=256))
+@pytest.mark.parametrize(("world_size", "transport"), [(4, "proxy:tcp"), (8, "relayed:tcp")])
+def test_both_carry(world_size: int, transport: str) -> None:
+    """Half of the peers each, and no peer both; beside an AllToAll with one proxy on the same Communicator. Rails are ranks of one
+    number on nodes of two."""
+    with Crew(world_size) as crew:
+        crew.run("rank_cases:both_proxies_carry", Case(1, world_size, transport=transport, hidden=256))
 
 
 @pytest.mark.parametrize("transport", ["proxy:shm", "proxy:tcp"])
 def test_death(transport: str) -> None:
-    """Kills a peer that rank 3's first proxy carries to, and the second one of the others."""
+    """Kills a peer that rank 2's first proxy carries to, and the second one of the others."""
     case = Case(31, 4, transport=transport, max_tokens=64, hidden=512, proxy_threads=2)
     with Crew(4) as crew:
         crew.start("failure_cases:endless", case)
