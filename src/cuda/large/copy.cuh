@@ -102,8 +102,7 @@ class CopyLoader {
     place_.next();
   }
   __device__ void await_place() const {
-    const SpanTimer waits(k_, Span::AwaitingPlaceOfSum);
-    if (place_.turn != 0) await_turn(rings_.read + place_.at, place_.turn - 1);
+    if (place_.turn != 0) await_turn(k_, Span::AwaitingPlaceOfSum, rings_.read + place_.at, place_.turn - 1);
   }
 
   const CombineArguments& a_;
@@ -124,10 +123,7 @@ class CopyStorer {
   __device__ void store() {
     const SpanTimer all(k_, Span::SendingSums);
     for (;; place_.next()) {
-      {
-        const SpanTimer waits(k_, Span::AwaitingInputs);
-        await_turn(rings_.loaded + place_.at, place_.turn);
-      }
+      await_turn(k_, Span::AwaitingInputs, rings_.loaded + place_.at, place_.turn);
       const CopiedPart part = rings_.parts[place_.at];
       if (part.to == nullptr) break;
       const SpanTimer stores(k_, Span::StoringSums);
@@ -173,10 +169,8 @@ class CopyStorer {
 
   // Tells the teller of runs whose parts are all among the first `parts`.
   __device__ void tell_of(std::uint32_t parts) {
-    for (; told_ != runs_ && rings_.runs[told_ % kCopiedRuns].parts <= parts; ++told_) {
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(rings_.there + told_ % kCopiedRuns);
-    }
+    for (; told_ != runs_ && rings_.runs[told_ % kCopiedRuns].parts <= parts; ++told_)
+      mbarrier_arrive_of_warp(rings_.there + told_ % kCopiedRuns);
   }
 
   const Common& k_;
@@ -201,8 +195,7 @@ __device__ inline void tell_of_copies(const Common& k, std::uint32_t step, CopyR
       fuzz_delay(k, std::uint64_t{step} << 32 | n);
       store_relaxed(run.rows + std::uint64_t{lane} * k.combine.row_bytes + k.combine.arrival_at, arrival_word(k.generation, step));
     }
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(rings.told + n % kCopiedRuns);
+    mbarrier_arrive_of_warp(rings.told + n % kCopiedRuns);
   }
 }
 

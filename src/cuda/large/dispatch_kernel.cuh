@@ -96,10 +96,7 @@ __device__ inline void plan_chunks(const DispatchArguments& a, DispatchShared<kR
         sum_chunks(a, step, counted, number, sums, memory);
     }
     __syncwarp();
-    if (n >= 2 && sends) {
-      const SpanTimer waits(k, Span::AwaitingPlaceOut);
-      await_turn(s.used + n % 2, n / 2 - 1);
-    }
+    if (n >= 2 && sends) await_turn(k, Span::AwaitingPlaceOut, s.used + n % 2, n / 2 - 1);
     if (n >= 2 && sends && lane == 0) tell_bounds<kRounds>(a, s, n, number);
     PlannedChunk& planned = s.chunks[n % 2];
     if constexpr (kRounds)
