@@ -13,6 +13,30 @@
 namespace pplx::cuda {
 namespace {
 
+// Warps with roles, most of them workers. A warp that has nothing to send, or no more, receives.
+inline constexpr std::uint32_t kDealer = kWorkers - 2, kLoader = kWorkers - 1, kFirstStorer = kDealer - kStorers;
+inline constexpr std::uint32_t kCounter = kWorkers + 1, kPlacer = kWorkers + 2, kTeller = kWorkers + 3;
+inline constexpr std::uint32_t kPasser = kQuantisers;  // in rounds, where there are remote peers
+static_assert(kPasser < kFirstStorer && kTeller + 1 == kLargeWarps, "all have a warp");
+
+__device__ inline bool is_storer(std::uint32_t warp) { return warp >= kFirstStorer && warp < kDealer; }
+
+template <bool kRounds>
+struct DispatchShared {
+  LargePlan plan;
+  ReceiveShared receive;
+  CarriedRuns runs;
+  char* rows_at[kMaxPeers];  // where this rank's rows begin at each peer
+  Once sent;  // all that this thread block sends
+  bool last;  // thread block to leave
+  SendRings rings;
+};
+template <>
+struct DispatchShared<true> : DispatchShared<false> {
+  RoundPlan rounds;
+  RoundRows received[kLargeWarps];
+};
+
 // The first chunk that a worker counts, if no warp has begun it: its ids come while the launch begins.
 struct FirstChunk {
   const std::uint32_t number;
@@ -26,9 +50,6 @@ struct FirstChunk {
     if (is_there(a)) ids.keep(a, ChunkChoices(a, number), true, ChunkMarks(a.common, memory).ids);
   }
 };
-
-template <bool kRounds>
-struct DispatchShared;
 
 // The first chunk of a chunk's round; without rounds the chunk itself.
 template <bool kRounds>
@@ -112,7 +133,8 @@ __device__ inline void plan_chunks(const DispatchArguments& a, DispatchShared<kR
         number_choices(k, chunk, ids, rows, &planned);
       else
         place_choices(k, chunk, memory, sums, &planned);
-      if constexpr (kRounds) keep_chunk(a, chunk, planned);
+      for (std::uint32_t at = lane; kRounds && at < chunk.all; at += 32)  // the receive half sends some of it
+        keep_choice(a, std::uint64_t{chunk.first} * k.c.top_k + at, planned.id[at], planned.index[at], planned.row[at], planned.weight[at]);
     }
     __syncwarp();
     if (lane == 0 && sends) mbarrier_arrive(s.planned + n % 2);
@@ -124,36 +146,39 @@ __device__ inline void plan_chunks(const DispatchArguments& a, DispatchShared<kR
   }
 }
 
-// Warps with roles, most of them workers. A warp that has nothing to send, or no more, receives.
-inline constexpr std::uint32_t kDealer = kWorkers - 2, kLoader = kWorkers - 1, kFirstStorer = kDealer - kStorers;
-inline constexpr std::uint32_t kCounter = kWorkers + 1, kPlacer = kWorkers + 2, kTeller = kWorkers + 3;
-inline constexpr std::uint32_t kPasser = kQuantisers;  // in rounds, where there are remote peers
-static_assert(kPasser < kFirstStorer && kTeller + 1 == kLargeWarps, "all have a warp");
-
-__device__ inline bool is_storer(std::uint32_t warp) { return warp >= kFirstStorer && warp < kDealer; }
-
-template <>
-struct DispatchShared<false> {
-  LargePlan plan;
-  ReceiveShared receive;
-  CarriedRuns runs;
-  char* rows_at[kMaxPeers];  // where this rank's rows begin at each peer
-  Once sent;  // all that this thread block sends
-  bool last;  // thread block to leave
-  SendRings rings;
-};
-template <>
-struct DispatchShared<true> : DispatchShared<false> {
-  RoundPlan rounds;
-  RoundRows received[kLargeWarps];
-};
-
-struct DispatchMemory : LargeMemory {
-  std::uint32_t rings, placer, bytes;
+// Launched shared memory: sums of what comes before a chunk, counts of the planner's own, the places of experts, rings, and counts of the
+// placer's own.
+struct DispatchMemory {
+  std::uint32_t counts, places, rings, placer, bytes;  // where each begins; all
 
   constexpr explicit DispatchMemory(const Config& c)
-      : LargeMemory(c), rings(others), placer(rings + kRingBytes), bytes(placer + counting_bytes(c)) {}
+      : counts(4 * chunk_columns(c)),
+        places(counts + counting_bytes(c)),
+        rings(static_cast<std::uint32_t>(align_up(places + 4ull * (c.world + 1) * kNumbersOfVec16 * expert_vec16s(c), kLine))),
+        placer(rings + kRingBytes),
+        bytes(placer + counting_bytes(c)) {}
 };
+
+// Initialises a launch's barriers, before the first `__syncthreads`.
+template <typename Mode>
+__device__ inline void prepare(const Common& k, DispatchShared<false>& s) {
+  if (threadIdx.x == 0) {
+    s.plan.claimed.init();
+    s.receive.rows_known.init();
+    s.receive.placed.init();
+    s.receive.next = 0;
+    s.sent.init();
+    s.runs.known.init();
+  }
+  if (threadIdx.x < kMaxPeers) s.receive.choices[threadIdx.x] = 0;
+  if (threadIdx.x == 32 * kWorkers)
+    for (std::uint32_t i = 0; i < 2; ++i) {
+      mbarrier_init(s.plan.known + i, 1);
+      mbarrier_init(s.plan.planned + i, 1);
+      mbarrier_init(s.plan.used + i, 2);  // the loader and the dealer
+    }
+  if (threadIdx.x / 32 == kTeller) init_rings<Mode>(k, s.rings);
+}
 
 // Until there is nothing more to send, or nothing may be sent.
 template <typename Mode, bool kHooks, bool kRounds>
@@ -245,12 +270,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1) dispatch(const __grid_consta
   mark_stage(k, Stage::DispatchBegins);
   SpanTimer::begin();
   char* const launched = reinterpret_cast<char*>(words);
-  prepare(s, 2);  // the loader and the dealer
-  if (threadIdx.x == 0) {
-    s.sent.init();
-    s.runs.known.init();
-  }
-  if (threadIdx.x / 32 == kTeller) init_rings<Mode>(k, s.rings);
+  prepare<Mode>(k, s);
   for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kLargeThreads) words[i] = 0;
   const Experts experts{reinterpret_cast<std::uint32_t*>(launched + DispatchMemory(k.c).places), k.expert_vec16s};
   std::uint32_t step = 0;

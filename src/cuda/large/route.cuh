@@ -91,7 +91,8 @@ class TokenDealer {
     }
     write_routes(c, own, there);
     tell_storers(first + at, tokens, sent, kRounds ? __ballot_sync(~0u, in_slot && !is_remote(k_, c.entry >> 20)) : 0);
-    if (!kRounds && a_.ids != nullptr && there) keep(c, own);
+    if (!kRounds && a_.ids != nullptr && there)
+      keep_choice(a_, std::uint64_t{own} * k_.c.top_k + choice(), c.of.id, c.of.index, c.entry, c.of.weight);
     if (has_own) place_words(a_, mine, choice());
   }
 
@@ -149,15 +150,6 @@ class TokenDealer {
       store_tagged(k_, row + k_.dispatch.route_at + 16 * choice(), plan_.step, c.of.rank == rank ? route_place(expert, c.of.index) : kNowhere,
                    __float_as_uint(c.of.weight), own);
     }
-  }
-
-  // Ids, indices, rows and weights go to the plan, for further dispatches and for this one's combine.
-  __device__ void keep(const Choice& c, std::uint32_t own) const {
-    const std::uint64_t at = std::uint64_t{own} * k_.c.top_k + choice();
-    a_.plan.ids[at] = c.of.id;
-    a_.plan.index[at] = c.of.index;
-    a_.plan.token_rows[at] = c.entry;
-    if (a_.weights != nullptr) a_.plan.weights[at] = c.of.weight;
   }
 
   __device__ void tell_storers(std::uint32_t first, std::uint32_t tokens, const SentRow& sent, std::uint32_t words) {

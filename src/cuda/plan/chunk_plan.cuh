@@ -87,6 +87,15 @@ __device__ inline void mark_ranks(const Common& k, const ChunkMarks& marks) {
   __syncwarp();
 }
 
+// Keeps the nth choice of this rank's tokens in the plan, for further dispatches and this one's combine.
+__device__ inline void keep_choice(const DispatchArguments& a, std::uint64_t n, std::int32_t id, std::uint32_t index, std::uint32_t entry,
+                                   float weight) {
+  a.plan.ids[n] = id;
+  a.plan.index[n] = index;
+  a.plan.token_rows[n] = entry;
+  if (a.weights != nullptr) a.plan.weights[n] = weight;
+}
+
 // Ids on their way from the caller's memory.
 struct ChunkIds {
   RawId ids[ChunkChoices::kOfLane];
@@ -111,34 +120,6 @@ inline constexpr std::uint32_t kMostNumberedRanks = 8;
 __device__ inline bool numbers_rows(const DispatchArguments& a) {
   const Common& k = a.common;
   return a.ids != nullptr && k.c.layout == LayoutKind::Compact && k.c.world <= kMostNumberedRanks && !k.heap.in_pieces;
-}
-
-// Shared memory of a launch: sums of what comes before a chunk, counts of the planner's own, the places of experts, then what each kernel wants.
-struct LargeMemory {
-  std::uint32_t counts, places, others;  // where each begins; sums come first
-
-  constexpr explicit LargeMemory(const Config& c)
-      : counts(4 * chunk_columns(c)),
-        places(counts + counting_bytes(c)),
-        others(static_cast<std::uint32_t>(align_up(places + 4ull * (c.world + 1) * kNumbersOfVec16 * expert_vec16s(c), kLine))) {}
-};
-
-// Initialises a launch's barriers, before the first `__syncthreads`. users: warps that say that they have done with a chunk.
-template <typename Shared>
-__device__ inline void prepare(Shared& s, std::uint32_t users) {
-  if (threadIdx.x == 0) {
-    s.plan.claimed.init();
-    s.receive.rows_known.init();
-    s.receive.placed.init();
-    s.receive.next = 0;
-  }
-  if (threadIdx.x < kMaxPeers) s.receive.choices[threadIdx.x] = 0;
-  if (threadIdx.x % 32 == 0 && is_planner())
-    for (std::uint32_t i = 0; i < 2; ++i) {
-      mbarrier_init(s.plan.known + i, 1);
-      mbarrier_init(s.plan.planned + i, 1);
-      mbarrier_init(s.plan.used + i, users);
-    }
 }
 
 // ---- counts of chunks ----

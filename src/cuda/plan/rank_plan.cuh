@@ -63,13 +63,7 @@ __device__ inline void count_rows_of_ranks(const DispatchArguments& a, std::uint
 #pragma unroll
     for (std::uint32_t i = 0; i < kAtOnce; ++i, from += step) {
       if (!has_choice || token + i * together >= end) continue;
-      if (a.wide_ids) {
-        const uint2 both = *reinterpret_cast<const uint2*>(from);
-        ids[i].low = both.x;
-        ids[i].high = both.y;
-      } else {
-        ids[i].low = *reinterpret_cast<const std::uint32_t*>(from);
-      }
+      ids[i] = a.wide_ids ? raw_id(*reinterpret_cast<const uint2*>(from)) : raw_id(*reinterpret_cast<const std::uint32_t*>(from));
     }
 #pragma unroll
     for (std::uint32_t i = 0; i < kAtOnce; ++i) {

@@ -57,8 +57,7 @@ __device__ inline bool says_round(const Common& k, const void* word, std::uint32
 // The meaning of a word of a round: a row of it is here, all of a peer's is, or the peer has read.
 enum class Says { Row, Landed, Read };
 
-// Waits, by one thread. False: something failed.
-static __device__ __noinline__ bool await_round(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer,
+static __device__ __noinline__ bool await_round_long(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer,
                                                 std::uint32_t round, Says what) {
   const bool exactly = what == Says::Row;
   const std::uint64_t expected = kRound | (what == Says::Read ? kToBeRead : 0) | round;
@@ -77,36 +76,27 @@ static __device__ __noinline__ bool await_round(const Common& k, const void* wor
   return true;
 }
 
-__device__ inline bool row_has_come(const Common& k, const char* word, Phase phase, std::uint32_t step, std::uint32_t peer, std::uint32_t round) {
-  const bool good = says_round(k, word, step, round, true) || await_round(k, word, phase, step, peer, round, Says::Row);
-  fuzz_delay(k, step);
+// Waits, by one thread. False: something failed.
+__device__ inline bool await_round(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer, std::uint32_t round,
+                                   Says what) {
+  const bool good = says_round(k, word, step, round, what == Says::Row) || await_round_long(k, word, phase, step, peer, round, what);
+  fuzz_delay(k, std::uint64_t{round} << 32 | step);
   return good;
 }
 
 // Waits, by one thread, until a remote peer's piece is here, whose rows have no words.
 __device__ inline bool piece_has_come(const Common& k, const PieceArguments& p, Phase phase, std::uint32_t step, Op op, std::uint32_t peer,
                                       std::uint32_t round) {
-  const std::uint64_t* const word = remote_word(k, p, RemoteWord::Landed, step, op, peer);
-  const bool good = says_round(k, word, step, round, false) || await_round(k, word, phase, step, peer, round, Says::Landed);
-  fuzz_delay(k, std::uint64_t{round} << 32 | step);
-  return good;
+  return await_round(k, remote_word(k, p, RemoteWord::Landed, step, op, peer), phase, step, peer, round, Says::Landed);
 }
 
-// Where it stands what a peer has read. Of a remote one, also what has left.
-__device__ inline const void* read_word(const Common& k, const PieceArguments& p, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t round) {
-  if (is_remote(k, peer)) return remote_word(k, p, RemoteWord::Room, step, op, peer);
-  return k.peers[k.c.rank] + k.heap.read_at(k.c, set_of(k.c, step), op, round, peer);
-}
-// True if a peer has read what lay where this round is to go.
-__device__ inline bool has_room(const Common& k, const PieceArguments& p, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t round) {
-  return round < kPlaces || says_round(k, read_word(k, p, step, op, peer, round), step, round - kPlaces, false);
-}
+// Waits, by one thread, until a peer has read what lay where this round is to go. What lay there for a remote peer has left, too.
 __device__ inline bool await_room(const Common& k, const PieceArguments& p, Phase phase, std::uint32_t step, Op op, std::uint32_t peer,
                                   std::uint32_t round) {
-  const bool good = has_room(k, p, step, op, peer, round) ||
-                    await_round(k, read_word(k, p, step, op, peer, round), phase, step, peer, round - kPlaces, Says::Read);
-  fuzz_delay(k, std::uint64_t{round} << 32 | peer);
-  return good;
+  if (round < kPlaces) return true;
+  const void* const read = k.peers[k.c.rank] + k.heap.read_at(k.c, set_of(k.c, step), op, round, peer);
+  const void* const word = is_remote(k, peer) ? remote_word(k, p, RemoteWord::Room, step, op, peer) : read;
+  return await_round(k, word, phase, step, peer, round - kPlaces, Says::Read);
 }
 
 // A remote peer hears by its proxy; it is told of nothing that it does not wait for, nor of a piece that it has yet to send: this rank may be
