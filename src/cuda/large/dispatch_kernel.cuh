@@ -112,7 +112,7 @@ __device__ inline void plan_chunks(const DispatchArguments& a, DispatchShared<kR
       }
     if (!ends && counted != number) {  // none, within a stretch
       if (numbers)
-        count_rows_of_ranks<2>(a, counted * a.tokens_per_chunk, number * a.tokens_per_chunk, 0, 1, rows);
+        count_rows_of_ranks<OneId, 2>(a, counted * a.tokens_per_chunk, number * a.tokens_per_chunk, 0, 1, rows);
       else if (!given)
         sum_chunks(a, step, counted, number, sums, memory);
     }

@@ -181,7 +181,7 @@ class Rounds {
         uint4 vec16;
         good = await_round_begin(k_, p_, phase_, step_, source, 0, vec16) && good;
         rounds = good ? vec16.y : 0;
-        if (good && (rounds == 0 || rounds > p_.most)) good = refuse(source, p_.most, rounds);
+        if (good && (rounds == 0 || rounds > p_.most)) good = blame(k_, phase_, step_, source, p_.most, rounds);
       }
       of_source_[i] = rounds;
       most = max(most, rounds);
@@ -245,10 +245,6 @@ class Rounds {
     begin = vec16.x;
     return good;
   }
-  __device__ bool refuse(std::uint32_t source, std::uint32_t expected, std::uint32_t seen) const {
-    fail(k_, {AbortReason::Protocol, phase_, k_.c.rank, source, step_}, expected, seen);
-    return false;
-  }
 
   __device__ bool load(std::uint32_t round) {
     __syncwarp();
@@ -266,7 +262,7 @@ class Rounds {
         if (good && round != 0) good = load_begin(source, round, first);
         if (good && round + 1 < of_source_[i]) good = load_begin(source, round + 1, end);
         n = end - first;
-        if (good && (first > end || end > rows || n > p_.tokens)) good = refuse(source, p_.tokens, n);
+        if (good && (first > end || end > rows || n > p_.tokens)) good = blame(k_, phase_, step_, source, p_.tokens, n);
         if (!good) n = 0;
       }
       std::uint32_t all = 0;
