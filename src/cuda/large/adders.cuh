@@ -175,10 +175,7 @@ class RowAdder {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       if (at(j) >= bytes) continue;
-      float f[T::kPerVector];
-      T::unpack(*reinterpret_cast<const uint4*>(memory_ + place_.at * part_ + at(j)), f);
-#pragma unroll
-      for (int e = 0; e < T::kPerVector; ++e) sums.sum[j][e] = __fadd_rn(sums.sum[j][e], f[e]);
+      sums.add_vector(j, *reinterpret_cast<const uint4*>(memory_ + place_.at * part_ + at(j)));
       if ((dealt.what & kMakeBlank) != 0) make_blank(dealt.row + at(j));
     }
     leave();

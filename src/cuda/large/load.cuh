@@ -1,10 +1,7 @@
-// The send half of a large dispatch: warps with roles, and rings in shared memory between them. The loader asks for tokens far
-// ahead; quantisers, where there is anything to quantise, make rows of them, a team each of them together; the dealer (large/route.cuh) looks
-// tokens up and says where their rows go; storers (large/store.cuh) take them there, to peers by bulk copies; the teller, and at last storers,
-// raise the arrival words of all that has been stored, behind one fence. The dealer is only far enough ahead to saturate the link.
+// The loader and the quantisers of a large dispatch, and the rings in shared memory between its warps (docs/design.md, Roles).
 //
-// None of them waits for a peer, but the dealer: where it may keep no more own rows, for the counts, which wait for no row; in rounds for
-// room. What it has dealt before is stored and told of meanwhile.
+// Of the warps that send only the dealer waits for peers: for counts, where it may keep no more own rows, and in rounds for room.
+// What it has dealt before is stored and told of meanwhile.
 #pragma once
 
 #include "receive.cuh"
@@ -219,8 +216,9 @@ __device__ inline void quantise_tokens(const Common& k, SendRings& rings, const 
       const SpanTimer quantises(k, Span::Quantising);
       const std::uint32_t at = part * Shape::kOfPart + first;
       char* const row = out + to.at * shape.pitch;
-      Shape::Quantiser::quantise(k, in + from.at * shape.part_bytes + first * kElementBytes<Mode>, min(elements - first, shape.of_quantiser), row + at,
-                                 row + k.dispatch.scales_at + at / 512 * 16, [&] { mbarrier_arrive_of_warp(rings.used + from.at); });
+      const char* const tile = in + from.at * shape.part_bytes + first * kElementBytes<Mode>;
+      Shape::Quantiser::quantise(k, tile, min(elements - first, shape.of_quantiser), row + at, row + k.dispatch.scales_at + at / 512 * 16,
+                                 [&] { mbarrier_arrive_of_warp(rings.used + from.at); });
     } else {
       mbarrier_arrive_of_warp(rings.used + from.at);
     }

@@ -1,11 +1,9 @@
-// The plan of a large dispatch. Counting all earlier tokens for each, as plan/token_plan.cuh does, would take tens of microseconds,
-// so thread blocks share the work. One warp counts a chunk's choices by expert, and its rows by rank, for all blocks. The counts
-// before a chunk are a sum over chunks.
+// The plan of a large dispatch, on which thread blocks share the work (docs/design.md, Plan). One warp counts a chunk's choices by
+// expert, and its rows by rank, for all blocks. The counts before a chunk are a sum over chunks.
 //
-// A warp waits only for chunks that a running warp counts: it counts one itself that no warp has begun. Planners, a warp of each thread
-// block, claim stretches of chunks, one for each thread block that is to send: behind the first chunk of a stretch, the counts before are
-// known. A thread block that begins late finds its stretch taken, and only receives. In rounds the first `stretches` thread blocks claim
-// single chunks: a round has room when all earlier ones have been sent.
+// A warp waits only for chunks that a running warp counts: it counts one itself that no warp has begun. A thread block that begins
+// late finds its stretch of chunks taken, and only receives. In rounds the first `stretches` thread blocks claim single chunks: a
+// round has room when all earlier ones have been sent.
 #pragma once
 
 #include "../common/step.cuh"
@@ -88,8 +86,8 @@ __device__ inline void mark_ranks(const Common& k, const ChunkMarks& marks) {
 }
 
 // Keeps the nth choice of this rank's tokens in the plan, for further dispatches and this one's combine.
-__device__ inline void keep_choice(const DispatchArguments& a, std::uint64_t n, std::int32_t id, std::uint32_t index, std::uint32_t entry,
-                                   float weight) {
+__device__ inline void keep_choice(const DispatchArguments& a, std::uint64_t n, std::int32_t id, std::uint32_t index,
+                                   std::uint32_t entry, float weight) {
   a.plan.ids[n] = id;
   a.plan.index[n] = index;
   a.plan.token_rows[n] = entry;

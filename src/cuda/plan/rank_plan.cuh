@@ -1,6 +1,5 @@
-// The plan of a large dispatch whose outputs are Compact, of few ranks. A row's output row is its number among all rows of its
-// source, so it depends only on how many earlier tokens go to each rank. Each thread block counts those by itself, from the ids,
-// and no row waits for other blocks' counts. Only the callers need the choices of each expert: they are counted beside all that.
+// The plan of a large dispatch whose outputs are Compact, of few ranks (docs/design.md, Numbers): each thread block numbers its
+// rows by itself, from the ids. Only the callers need the choices of each expert: they are counted beside that.
 #pragma once
 
 #include "chunk_plan.cuh"
@@ -64,8 +63,8 @@ struct TwoIds {
 // Adds to rows[r], by one of `warps` warps, how many of the tokens [begin, end) go to rank r. A lane loads kAtOnce times at once.
 // kShift: bits of the lane that a token has; 0: those that top_k needs. Bad ids, and those of dead ranks, count for nothing.
 template <typename Ids, std::uint32_t kAtOnce, std::uint32_t kShift = 0>
-__device__ inline void count_rows_of_ranks(const DispatchArguments& a, std::uint32_t begin, std::uint32_t end, std::uint32_t warp, std::uint32_t warps,
-                                           std::uint32_t* rows) {
+__device__ inline void count_rows_of_ranks(const DispatchArguments& a, std::uint32_t begin, std::uint32_t end, std::uint32_t warp,
+                                           std::uint32_t warps, std::uint32_t* rows) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   const std::uint32_t shift = kShift != 0 ? kShift : k.group_shift;

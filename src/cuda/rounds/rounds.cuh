@@ -57,8 +57,8 @@ __device__ inline bool says_round(const Common& k, const void* word, std::uint32
 // The meaning of a word of a round: a row of it is here, all of a peer's is, or the peer has read.
 enum class Says { Row, Landed, Read };
 
-static __device__ __noinline__ bool await_round_long(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer,
-                                                std::uint32_t round, Says what) {
+static __device__ __noinline__ bool await_round_long(const Common& k, const void* word, Phase phase, std::uint32_t step,
+                                                     std::uint32_t peer, std::uint32_t round, Says what) {
   const bool exactly = what == Says::Row;
   const std::uint64_t expected = kRound | (what == Says::Read ? kToBeRead : 0) | round;
   const std::uint32_t longer = peer == k.c.rank ? 2 : what == Says::Read ? 1 : 0;
@@ -77,9 +77,10 @@ static __device__ __noinline__ bool await_round_long(const Common& k, const void
 }
 
 // Waits, by one thread. False: something failed.
-__device__ inline bool await_round(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer, std::uint32_t round,
-                                   Says what) {
-  const bool good = says_round(k, word, step, round, what == Says::Row) || await_round_long(k, word, phase, step, peer, round, what);
+__device__ inline bool await_round(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer,
+                                   std::uint32_t round, Says what) {
+  const bool exactly = what == Says::Row;
+  const bool good = says_round(k, word, step, round, exactly) || await_round_long(k, word, phase, step, peer, round, what);
   fuzz_delay(k, std::uint64_t{round} << 32 | step);
   return good;
 }
@@ -188,8 +189,7 @@ class Rounds {
     }
     all_ = __reduce_max_sync(~0u, most);
     end_ = min(end, all_);
-    round_ = begin;
-    opened_ = false;
+    round_ = begin - 1;
     return all_of_warp(good);
   }
   __device__ std::uint32_t all() const { return all_; }
@@ -198,20 +198,12 @@ class Rounds {
 
   // The nth unit from the first wanted round on; a warp asks for ever later ones. Each round has some. False: none, or a failure.
   __device__ bool find(std::uint32_t n, RoundRun& run) {
-    while (!opened_ || n - base_ >= units_) {
-      if (opened_) {
-        base_ += units_;
-        ++round_;
-      }
-      opened_ = true;
-      if (round_ >= end_) {
-        units_ = 0;
-        return false;
-      }
-      if (!load(round_)) {
-        failed_ = true;
-        return false;
-      }
+    while (n - base_ >= units_) {
+      base_ += units_;
+      units_ = 0;
+      if (++round_ >= end_) return false;
+      failed_ = !load(round_);
+      if (failed_) return false;
       units_ = max(1u, headers_ + RowRuns(k_, rows_.begin, k_.living, most_rows_).all());
     }
     n -= base_;
@@ -289,7 +281,7 @@ class Rounds {
   std::uint32_t of_source_[kSourcesOfLane] = {};  // rounds of sources lane and lane + 32; 0: there is no such source
   std::uint32_t all_ = 1, end_ = 0;
   std::uint32_t round_ = 0, base_ = 0, units_ = 0;  // that was loaded last; units before its first, and its own
-  bool opened_ = false, failed_ = false;
+  bool failed_ = false;
 };
 
 }  // namespace pplx::cuda
