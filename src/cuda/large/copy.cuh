@@ -127,7 +127,9 @@ class CopyStorer {
       const CopiedPart part = rings_.parts[place_.at];
       if (part.to == nullptr) break;
       const SpanTimer stores(k_, Span::StoringSums);
-      tell_of(await_all_but(under_way_ - 1));
+      if (threadIdx.x % 32 == 0) bulk_await_all_but<kMostUnderWay - 1>(under_way_ - 1);
+      __syncwarp();
+      tell_of(sent_ - min(under_way_ - 1, sent_));
       fuzz_delay(k_, sent_);
       if (threadIdx.x % 32 == 0) {
         bulk_store(part.to, ring_ + place_.at * kCopyBytes, part.bytes);
@@ -150,13 +152,6 @@ class CopyStorer {
  private:
   static constexpr std::uint32_t kMostUnderWay = 8;  // parts
   static_assert(kMostUnderWay <= kCopiedRuns, "a run's place is told of before it is wanted again");
-
-  // Each part is a group of stores. Returns how many are where they belong.
-  __device__ std::uint32_t await_all_but(std::uint32_t most) const {
-    if (threadIdx.x % 32 == 0) bulk_await_all_but<kMostUnderWay - 1>(most);
-    __syncwarp();
-    return sent_ - min(most, sent_);
-  }
 
   // The run ends with the part that was stored last.
   __device__ void end_run(char* rows, std::uint32_t n) {

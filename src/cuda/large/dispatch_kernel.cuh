@@ -133,8 +133,9 @@ __device__ inline void plan_chunks(const DispatchArguments& a, DispatchShared<kR
         number_choices(k, chunk, ids, rows, &planned);
       else
         place_choices(k, chunk, memory, sums, &planned);
-      for (std::uint32_t at = lane; kRounds && at < chunk.all; at += 32)  // the receive half sends some of it
-        keep_choice(a, std::uint64_t{chunk.first} * k.c.top_k + at, planned.id[at], planned.index[at], planned.row[at], planned.weight[at]);
+      const std::uint64_t choice = std::uint64_t{chunk.first} * k.c.top_k;
+      for (std::uint32_t i = lane; kRounds && i < chunk.all; i += 32)  // the receive half sends some of it
+        keep_choice(a, choice + i, planned.id[i], planned.index[i], planned.row[i], planned.weight[i]);
     }
     __syncwarp();
     if (lane == 0 && sends) mbarrier_arrive(s.planned + n % 2);
@@ -146,8 +147,8 @@ __device__ inline void plan_chunks(const DispatchArguments& a, DispatchShared<kR
   }
 }
 
-// Launched shared memory: sums of what comes before a chunk, counts of the planner's own, the places of experts, rings, and counts of the
-// placer's own.
+// Launched shared memory: sums of what comes before a chunk, counts of the planner's own, the places of experts, rings, and
+// counts of the placer's own.
 struct DispatchMemory {
   std::uint32_t counts, places, rings, placer, bytes;  // where each begins; all
 
@@ -207,10 +208,7 @@ __device__ inline void send_large(const DispatchArguments& a, DispatchShared<kRo
       count_rows_before(a, s.plan, sums);
     else
       first.keep(a, counting);
-    {
-      const SpanTimer waits(k, Span::AwaitingClaims);
-      s.plan.claimed.wait();
-    }
+    await_turn(k, Span::AwaitingClaims, &s.plan.claimed.word, 0);
     if (!s.plan.taken) {
       if (warp == kLoader) loader.drop();
       return;

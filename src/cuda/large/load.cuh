@@ -215,9 +215,9 @@ __device__ inline void quantise_tokens(const Common& k, SendRings& rings, const 
     if (first < elements) {
       const SpanTimer quantises(k, Span::Quantising);
       const std::uint32_t at = part * Shape::kOfPart + first;
-      char* const row = out + to.at * shape.pitch;
       const char* const tile = in + from.at * shape.part_bytes + first * kElementBytes<Mode>;
-      Shape::Quantiser::quantise(k, tile, min(elements - first, shape.of_quantiser), row + at, row + k.dispatch.scales_at + at / 512 * 16,
+      char *const row = out + to.at * shape.pitch, *const scales = row + k.dispatch.scales_at + at / 512 * 16;
+      Shape::Quantiser::quantise(k, tile, min(elements - first, shape.of_quantiser), row + at, scales,
                                  [&] { mbarrier_arrive_of_warp(rings.used + from.at); });
     } else {
       mbarrier_arrive_of_warp(rings.used + from.at);
