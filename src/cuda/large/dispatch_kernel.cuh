@@ -95,7 +95,10 @@ __device__ inline void plan_chunks(const DispatchArguments& a, DispatchShared<kR
     if (!kRounds && given) send_all_counts(a, step);
     if (numbers) publish_row_counts(k, step, rows);
     __syncwarp();
-    if (numbers && lane < k.c.world) rows[lane] = 0;
+    if (numbers && lane < k.c.world) {
+      a.plan.rows[lane] = rows[lane];
+      rows[lane] = 0;
+    }
     __syncwarp();
   }
   std::uint32_t round = kNone;

@@ -156,18 +156,12 @@ static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, 
     char* const to = k.peers[peer] + k.heap.counts_at(k.c, set, k.c.rank) + kVec16Bytes * nth;
     store_tagged(k, to, step, p.words[0], p.words[1], p.words[2]);
   }
-  for (std::uint32_t peer = lane; !planned && peer < k.c.world; peer += 32) a.plan.rows[peer] = total_of(a, k.c.num_experts + peer);
-  if (!numbers_rows(a)) publish_row_counts(k, step, a.plan.rows);
+  if (!numbers_rows(a)) {
+    for (std::uint32_t peer = lane; !planned && peer < k.c.world; peer += 32) a.plan.rows[peer] = total_of(a, k.c.num_experts + peer);
+    publish_row_counts(k, step, a.plan.rows);
+  }
   if (k.remote != 0) begin_remote_blocks(a, step);
   mark_stage(k, Stage::Counted);
-}
-
-// Counts choice `at` of a chunk by expert, and says which rank its token goes to.
-__device__ inline void count_choice(const ChunkMarks& marks, const Divider& per_rank, const Divider& top_k, std::uint32_t at, std::int32_t id) {
-  if (id < 0) return;
-  const std::uint32_t rank = per_rank.divide(static_cast<std::uint32_t>(id));
-  atomicAdd(marks.tokens + id, 1u);
-  atomicOr(marks.ranks + 2 * top_k.divide(at) + rank / 32, 1u << rank % 32);
 }
 
 // Adds, by one warp, what has been counted to one of the sums of all chunks.
@@ -195,7 +189,11 @@ static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std:
 #pragma unroll
   for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
     const std::uint32_t at = chunk.at(i);
-    count_choice(marks, per_rank, top_k, at, at < chunk.all ? marks.ids[at] : -1);
+    const std::int32_t id = at < chunk.all ? marks.ids[at] : -1;
+    if (id < 0) continue;
+    const std::uint32_t rank = per_rank.divide(static_cast<std::uint32_t>(id));
+    atomicAdd(marks.tokens + id, 1u);
+    atomicOr(marks.ranks + 2 * top_k.divide(at) + rank / 32, 1u << rank % 32);
   }
   __syncwarp();
   mark_ranks(k, marks);

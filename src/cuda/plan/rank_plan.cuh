@@ -114,13 +114,12 @@ __device__ inline void count_rows_before(const DispatchArguments& a, const Large
     count_rows_of_ranks<OneId, 4>(a, 0, end, threadIdx.x / 32, kWorkers, rows);
 }
 
-// Counts the chunks that no other block has begun: one warp of each thread block. It tells of up to 32 of them together, since a
-// fence behind rows in flight to peers takes ten microseconds. memory: counting_bytes().
+// Counts choices by expert, of the chunks that no other block has begun: one warp of each thread block. It tells of up to 32 chunks
+// together, since a fence behind rows in flight to peers takes ten microseconds. memory: counting_bytes().
 static __device__ __noinline__ void count_choices(const DispatchArguments& a, std::uint32_t step, char* memory) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   const ChunkMarks marks(k, known_shared(memory));
-  const Divider per_rank = k.per_rank, top_k = k.top_k;
   for (std::uint32_t first = blockIdx.x; first < a.chunks; first += 32 * gridDim.x) {
     const std::uint32_t mine = first + lane * gridDim.x;
     const bool taken = mine < a.chunks && atomicExch(a.chunk_counts.taken + mine, step) != step;
@@ -135,15 +134,9 @@ static __device__ __noinline__ void count_choices(const DispatchArguments& a, st
       ids.keep(a, chunk, true, marks.ids);
       const std::uint32_t others = left & (left - 1);
       if (others != 0) ids.load(a, first_of(others));
-      marks.ranks[2 * lane] = 0;
       __syncwarp();
-      for (std::uint32_t at = lane; at < chunk.all; at += 32) count_choice(marks, per_rank, top_k, at, marks.ids[at]);
-      __syncwarp();
-      const std::uint32_t ranks = marks.ranks[2 * lane];
-      for (std::uint32_t rank = 0; rank < k.c.world; ++rank) {
-        const std::uint32_t rows = __popc(__ballot_sync(~0u, (ranks >> rank & 1) != 0));
-        if (lane == rank) marks.tokens[k.c.num_experts + rank] += rows;
-      }
+      for (std::uint32_t at = lane; at < chunk.all; at += 32)
+        if (marks.ids[at] >= 0) atomicAdd(marks.tokens + marks.ids[at], 1u);
       __syncwarp();
     }
     fuzz_delay(k, first);
