@@ -111,6 +111,12 @@ FIGURES = (
         )
         for share in (30, 50, 70, 100)
     ),
+    latency(
+        "schedules",
+        "the floor by order of rows and by way",
+        3,
+        "--wire fp8 --tokens 4096 --num-sms 8,16,24,32,64,all --schedules all --pairs 16 --replays 5 --peers none",
+    ),
     latency("decode", "few tokens, beside floor and peers", 4, f"--wire fp8 {DECODE}"),
     latency("decode-sms", "few tokens on few multiprocessors", 5, f"--wire fp8 {DECODE} --num-sms 8,16,24,32,all --peers none"),
     latency(

@@ -36,10 +36,11 @@ class Row:
     """That are stored."""
     source_bytes: int
     """Bytes of a row where it is read."""
+    most_part: int = MOST_PART
 
     @property
     def parts(self) -> int:
-        return -(-self.bytes // MOST_PART)
+        return -(-self.bytes // self.most_part)
 
     @property
     def part_bytes(self) -> int:
@@ -137,7 +138,7 @@ def _groups(of: Ints, addresses: Addresses) -> tuple[Ints, Addresses, Ints]:
     return distinct, others, n
 
 
-def _work(kinds: tuple[Moves, Moves], traffic: Traffic) -> Work:
+def in_turns(kinds: tuple[Moves, Moves], traffic: Traffic) -> Work:
     """Both kinds take turns all along, so that the links and the memory are busy at the same time."""
     most = max(moves.others.shape[1] for moves in kinds)
     units, others, turns = [], [], []
@@ -205,7 +206,7 @@ class Plan:
             written=int(send.n.sum()) * g.sent.bytes + int(place.n.sum()) * g.placed.bytes,
             pushed=self._to_others(self._batch.rows[self._me]) * g.sent.bytes,
         )
-        return _work((send, place), traffic)
+        return in_turns((send, place), traffic)
 
     def combine(self) -> Work:
         g = self._geometry
@@ -222,7 +223,7 @@ class Plan:
             written=(len(send.one) + len(add.one)) * g.summed.bytes,
             pushed=self._to_others(self._batch.rows[:, self._me]) * g.summed.bytes,
         )
-        return _work((send, add), traffic)
+        return in_turns((send, add), traffic)
 
     def _to_others(self, rows: Ints) -> int:
         return int(rows.sum() - rows[self._me])

@@ -108,19 +108,8 @@ class Cuda:
         self.synchronize()
         world.barrier()  # peers have stored in it
 
-    @contextlib.contextmanager
-    def pushing(self, world: World, area_bytes: int) -> Iterator[Callable[[list[int], int | None], None]]:
-        """A call that stores that many bytes, at most `area_bytes`, in memory of each rank's GPU, by the given number of
-        multiprocessors."""
-        with self.sharing(world, world.size * area_bytes, "the floor of the benchmark") as addresses:
-
-            def push(bytes_to: list[int], num_sms: int | None) -> None:
-                instruments().push(self.stream(), world.rank, self._blocks(num_sms), addresses, area_bytes, bytes_to)
-
-            yield push
-
-    def composite(self, phase: str, work: Work, geometry: Geometry) -> Callable[[int | None], None]:
-        """A call that launches it on the given number of multiprocessors."""
+    def composite(self, kind: str, work: Work, geometry: Geometry) -> Callable[[int | None], None]:
+        """A call that launches it on the given number of multiprocessors. `kind`: a phase, or the way of a schedule."""
         units, others = (torch.from_numpy(array.view("u1")).to(self.device) for array in (work.units, work.others))
         bare = instruments().Composite(
             units=units.data_ptr(), count=len(work.units), others=others.data_ptr(), most=work.others.shape[1],
@@ -130,10 +119,12 @@ class Cuda:
 
         def launch(num_sms: int | None) -> None:
             assert kept
-            if phase == "dispatch":
-                bare.spread(self.stream(), self._blocks(num_sms), geometry.fold)
-            else:
+            if kind == "combine":
                 bare.gather(self.stream(), self._blocks(num_sms), geometry.dtype)
+            elif kind == "bulk":
+                bare.bulk(self.stream(), self._blocks(num_sms))
+            else:
+                bare.spread(self.stream(), self._blocks(num_sms), geometry.fold if kind == "dispatch" else 1)
 
         return launch
 

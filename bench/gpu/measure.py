@@ -4,10 +4,10 @@ A graph has --pairs dispatches and combines, each on its own input, so that L2 i
 the GPU's clock; a time is the difference to the start of the next launch. Figures are of the slowest rank, pair by pair; a round
 trip is a dispatch and a combine of one rank.
 
-The floor inside a node is bare stores of the same bytes; the composite floor (composite.py) reads and stores all that the step
-does. Where peers are reached by the proxy, the floor is the sum of what cannot be left out: the bare provider moving the same
-bytes between the same processes, the kernels' own time (that of transport mapped, in the same run), and one way from the GPU to
-the host and back.
+The floor inside a node is bare stores of the same bytes, by the fastest schedule (schedules.py); the composite floor (composite.py)
+reads and stores all that the step does. Where peers are reached by the proxy, the floor is the sum of what cannot be left out: the
+bare provider moving the same bytes between the same processes, the kernels' own time (that of transport mapped, in the same run),
+and one way from the GPU to the host and back.
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ import torch
 from bench.gpu.composite import Geometry, Places, Plan, Traffic, mean_traffic
 from bench.gpu.inputs import GpuPeer, Inputs
 from bench.gpu.peers import PEERS
+from bench.gpu.schedules import schedule
 from bench.harness.batch import Batch, Shape, Source
 from bench.harness.clock import Clock, Figure, Times, total
 from bench.harness.options import Options, Transport
@@ -55,7 +56,7 @@ PEER_INPUTS = 8
 BARE_TURNS = 60
 EXPERT_OUTPUTS, EXPERT_OUTPUT_BYTES = 8, 16 << 30
 """Different outputs, so that L2 is not warm. Large steps have fewer, down to one that is larger than L2."""
-PUSHES = 50
+FLOOR_TURNS = 50
 COMPOSITE_INPUTS, COMPOSITE_TURNS = 4, 12
 EAGER_TURNS = 5
 EAGER_WARMING = 2
@@ -374,17 +375,25 @@ class Size:
         return [0 if peer == me else int(n * self._shape.config.row_bytes(op)) // 16 * 16 for peer, n in enumerate(rows)]
 
     def _floors(self, points: list[Point]) -> None:
-        bytes_to = {phase: self._bytes_to(op) for op, phase in enumerate(PHASES)}
-        most = max(n for of in self._world.gather(list(bytes_to.values()), "bytes of the floor") for one in of for n in one)
-        with self._device.pushing(self._world, most) as push:
+        geometry = Geometry(self._shape)
+        with self._device.sharing(self._world, geometry.area_bytes, "the floor of the benchmark") as area:
+            for op, phase in enumerate(PHASES):
+                for name in self._options.schedules:
+                    order, way = name.split(":")
+                    work = schedule(self._batches[0], geometry, area, op, order, way)
+                    launch = self._device.composite(way, work, geometry)
+                    for point in points:
+
+                        def launches(launch: Launch = launch, num_sms: int | None = point.num_sms) -> None:
+                            for _ in range(FLOOR_TURNS):
+                                launch(num_sms)
+
+                        figure = Figure.of(self._slowest(self._replay(launches, FLOOR_TURNS), "floor"))
+                        point.schedules.setdefault(phase, {})[name] = figure
             for point in points:
-                for phase in PHASES:
-
-                    def pushes(to: list[int] = bytes_to[phase], num_sms: int | None = point.num_sms) -> None:
-                        for _ in range(PUSHES):
-                            push(to, num_sms)
-
-                    point.floor[phase] = Figure.of(self._slowest(self._replay(pushes, PUSHES), "floor"))
+                for phase, figures in point.schedules.items():
+                    point.floor_copy[phase] = min(figures, key=lambda name: figures[name].p50)
+                    point.floor[phase] = figures[point.floor_copy[phase]]
                 point.floor["round trip"] = total([point.floor[phase] for phase in PHASES])
 
     def _composites(self, points: list[Point]) -> None:

@@ -13,6 +13,10 @@ from pplx_comm.layouts import Layout
 
 PEERS = {"cpu": ("gloo", "mpi"), "cuda": ("nccl", "ag_rs", "symm_mem", "deep_ep", "flashinfer")}
 """Peers to compare with, by device."""
+ORDERS = ("tokens", "peers", "runs-1", "runs-16", "runs-128", "shuffled")
+WAYS = ("push", "pull", "bulk")
+SCHEDULES = tuple(f"{order}:{way}" for order in ORDERS for way in WAYS)
+"""Schedules of the floor on GPUs, which bench/gpu/schedules.py makes."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,7 @@ class Options:
     replays: int
     num_sms: tuple[int | None, ...]
     """Multiprocessors that a launch may take, one setting after the other; None: all."""
+    schedules: tuple[str, ...]
     slot_bytes: int | None
     lent_outputs: int
     timeout: float
@@ -86,6 +91,13 @@ def _peers(text: str) -> tuple[str, ...]:
     known = [name for of_device in PEERS.values() for name in of_device]
     if unknown := set(names) - set(known):
         raise argparse.ArgumentTypeError(f"{', '.join(sorted(unknown))}: there are {', '.join(known)} and none")
+    return names
+
+
+def _schedules(text: str) -> tuple[str, ...]:
+    names = SCHEDULES if text == "all" else _names(text)
+    if not names or set(names) - set(SCHEDULES):
+        raise argparse.ArgumentTypeError(f"{text}: there are {', '.join(SCHEDULES)} and all")
     return names
 
 
@@ -142,6 +154,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="multiprocessors of a launch, for the library, the floors, NCCL and DeepEP's normal mode: 8,16,24,32,all (all)",
     )  # fmt: skip
     cuda.add_argument(
+        "--schedules", type=_schedules, default=SCHEDULES[:1], metavar="ORDER:WAY,...",
+        help=f"schedules of the floor inside a node, which is the fastest one's; all of them in a table: all ({SCHEDULES[0]})",
+    )  # fmt: skip
+    cuda.add_argument(
         "--lent-outputs", type=int, default=0, metavar="N",
         help="Compact: dispatches that may have peer-readable memory for experts at a time (0); a graph keeps two",
     )  # fmt: skip
@@ -184,6 +200,7 @@ def from_arguments(arguments: argparse.Namespace) -> Options:
         pairs=arguments.pairs,
         replays=arguments.replays,
         num_sms=arguments.num_sms,
+        schedules=arguments.schedules,
         slot_bytes=arguments.slot_bytes,
         lent_outputs=arguments.lent_outputs,
         timeout=arguments.timeout,

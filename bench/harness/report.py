@@ -13,10 +13,11 @@ from typing import Any
 
 from bench.harness.batch import Shape
 from bench.harness.clock import Figure
-from bench.harness.options import Options
+from bench.harness.options import WAYS, Options
 from bench.harness.results import FUSED, PHASES, Point, Results
 from bench.harness.world import World
 from bench.harness.writes import remote_ranks
+from bench.proxy import markdown
 from pplx_comm._version import __version__
 from pplx_comm.efasoft.machines import software_nics
 from pplx_comm.layouts import Compact, Layout
@@ -172,6 +173,8 @@ def table(options: Options, results: Results, world: World) -> str:
             if point.floor_off:
                 lines.append(" " * indent + f"floor off: {point.floor_off}")
         lines.append("")
+    if len(o.schedules) > 1:
+        lines += _schedules(results)
     if results.nothing:
         lines.append(_empty_call(results))
     lines += _peers_said(results)
@@ -181,6 +184,19 @@ def table(options: Options, results: Results, world: World) -> str:
 
 def _with(num_sms: int | None) -> str:
     return "" if num_sms is None else f" on {num_sms} SMs"
+
+
+def _schedules(results: Results) -> list[str]:
+    """The floor by order and way."""
+    cells = [["tokens", "SMs", "phase", "order", *WAYS]]
+    for point in results.points:
+        for phase, by_name in point.schedules.items():
+            for order in dict.fromkeys(name.partition(":")[0] for name in by_name):
+                figures = [by_name.get(f"{order}:{way}") for way in WAYS]
+                nbytes = point.bytes_per_rank[phase]
+                said = ["" if f is None else f"{_number(f.p50)} us, {nbytes / f.p50 / 1000:.0f} GB/s" for f in figures]
+                cells.append([str(point.tokens), sms(point.num_sms), phase, order, *said])
+    return [*markdown(cells), ""]
 
 
 def _peers_said(results: Results) -> list[str]:

@@ -25,7 +25,9 @@ class Point:
     floor_parts: dict[str, dict[str, Figure]] = field(default_factory=dict)
     """Phase -> the copies, and the bare writes where there are any."""
     floor_copy: dict[str, str] = field(default_factory=dict)
-    """Phase -> the fastest copy."""
+    """Phase -> the fastest copy, or schedule."""
+    schedules: dict[str, dict[str, Figure]] = field(default_factory=dict)
+    """On GPUs inside a node: phase -> the bare stores by schedule. The fastest one is the floor."""
     floor_off: str | None = None
     composite: dict[str, Figure] = field(default_factory=dict)
     """On GPUs inside a node: bare kernels that read and store all that the step does, on the same number of multiprocessors."""

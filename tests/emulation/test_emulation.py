@@ -88,6 +88,14 @@ def test_the_composite_floor(layout: str, wire: str, dtype: str) -> None:
             assert ran["says"] == ran["counted"] and all(ran["says"].values())
 
 
+def test_the_schedules_of_the_floor() -> None:
+    """Rows of several parts, of warps and of bulk copies."""
+    arguments = ["--tokens", "41", "--hidden", "5120", "--experts", "12", "--top-k", "3", "--wire", "fp8"]
+    with Crew(3) as crew:
+        for changes in crew.run("emulated:call", module(), "bench_cases:schedules", arguments):
+            assert changes["peers"] == 1 < changes["runs-16"] < changes["runs-1"]
+
+
 def test_gpus_that_do_not_reach_each_other() -> None:
     """They are remote to each other, also where only one of the two cannot; the others of the node map each other's memory."""
     with Crew(4) as crew:

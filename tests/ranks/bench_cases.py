@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import itertools
 from collections.abc import Callable
 from dataclasses import asdict
 from types import SimpleNamespace
@@ -17,9 +18,10 @@ from bench.gpu import peers
 from bench.gpu.composite import Geometry, Places, Plan, Row
 from bench.gpu.device import Cuda, instruments
 from bench.gpu.flashinfer import Exchange, FlashInfer
+from bench.gpu.schedules import schedule
 from bench.harness.batch import Shape, Source
 from bench.harness.clock import Clock
-from bench.harness.options import Options, from_arguments, parser_of
+from bench.harness.options import ORDERS, WAYS, Options, from_arguments, parser_of
 from bench.harness.reference import Checks, Wrong
 from bench.harness.world import World
 
@@ -293,5 +295,49 @@ def composite(me: Any, arguments: list[str], kind: str, num_sms: int | None) -> 
                     counted["combine written"] += token
                     counted["combine pushed"] += token if source != me.rank else 0
         return {"says": {f"{phase} {what}": n for phase, of in found.items() for what, n in of.items()}, "counted": counted}
+    finally:
+        world.close()
+
+
+def schedules(me: Any, arguments: list[str]) -> dict[str, int]:
+    """Runs the floor by every schedule of rows, and looks where all bytes went. Returns how often a dispatch's pushes change their
+    peer, by order."""
+    options = parse(arguments)
+    world, device = World(options, None), Emulated()
+    try:
+        shape = Shape(options, options.tokens[0], me.rank, me.world_size)
+        batch, g = Source(shape).batch(3), Geometry(shape)
+        changes = {}
+        with device.sharing(world, g.area_bytes, "schedules") as area:
+            mine = np.frombuffer((ctypes.c_char * g.area_bytes).from_address(area[me.rank]), dtype=np.uint8)
+            for op, order, way in itertools.product((0, 1), ORDERS, WAYS):
+                nbytes = shape.config.row_bytes(op)
+                sizes = shape.tokens, nbytes
+                sent = np.stack([np.random.default_rng(rank).integers(256, size=sizes) for rank in range(shape.world)])
+                expected = np.zeros_like(mine)
+
+                def put(memory: Any, source: int, row: Any, rows: Any, op: int = op, nbytes: int = nbytes) -> None:
+                    first = g.slot(op, np.zeros(1, dtype=np.uint64), np.array(source), row).astype(np.int64)
+                    memory[first[:, None] + np.arange(nbytes)] = rows
+
+                for source in range(shape.world):
+                    wants, rows = (of[source, :, me.rank] if op == 0 else of[me.rank, :, source] for of in (batch.wants, batch.row))
+                    own = source == me.rank
+                    wanted = np.arange(shape.tokens) if own else wants.nonzero()[0]
+                    put(expected, source, wanted if own else rows[wanted], sent[source, wanted])
+                mine[:] = 0
+                put(mine, me.rank, np.arange(shape.tokens), sent[me.rank])
+                world.barrier()
+                work = schedule(batch, g, area, op, order, way)
+                launch = device.composite(way, work, g)  # has the memory of what it launches
+                launch(2)
+                device.synchronize()
+                world.barrier()
+                assert np.array_equal(mine, expected), (op, order, way)
+                world.barrier()
+                if (op, way) == (0, "push"):
+                    peers_of = [[at <= to < at + g.area_bytes for at in area] for to in work.others[:, 0].tolist()]
+                    changes[order] = sum(a != b for a, b in itertools.pairwise(peers_of))
+        return changes
     finally:
         world.close()

@@ -60,20 +60,13 @@ class Cpu:
         yield lambda: None
 
     @contextlib.contextmanager
-    def pushing(self, world: Any, area_bytes: int) -> Iterator[Any]:
-        def push(bytes_to: list[int], num_sms: int | None) -> None:
-            assert bytes_to[world.rank] == 0 and all(n % 16 == 0 and n <= area_bytes for n in bytes_to) and sum(bytes_to) > 0
-
-        yield push
-
-    @contextlib.contextmanager
     def sharing(self, world: Any, nbytes: int, what: str) -> Iterator[list[int]]:
         assert len(set(world.gather(nbytes, "test"))) == 1
         memory = world.share(nbytes, what)
         yield [memory.address(rank) for rank in range(world.size)]
         world.barrier()
 
-    def composite(self, phase: str, work: Any, geometry: Any) -> Any:
+    def composite(self, kind: str, work: Any, geometry: Any) -> Any:
         return lambda num_sms: None
 
     # A stream is a name. What is launched on it runs at once.

@@ -78,14 +78,17 @@ def test_latency_of_a_gpu_up_to_its_cuda_calls(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     transports = ["mapped", "proxy:tcp", "nvshmem:1"]
     arguments = ["--tokens", "3,600", "--peers", "nccl,ag_rs,deep_ep,flashinfer", "--num-sms", "all,3", "--wire", "fp8"]
-    arguments += ["--slot-bytes", "600000", "--transport", ",".join(transports)]
-    record, _ = written_by(tmp_path, ON_CPU, "latency", "pairs", *GPU, *TINY, *arguments)
+    arguments += ["--slot-bytes", "600000", "--transport", ",".join(transports), "--schedules", "tokens:push,peers:bulk"]
+    record, said = written_by(tmp_path, ON_CPU, "latency", "pairs", *GPU, *TINY, *arguments)
     expected = [(tokens, transport, n) for tokens in (3, 600) for transport in transports for n in (3, None)]
     assert [(p["tokens"], p["transport"], p["num_sms"]) for p in record["points"]] == expected and record["in_pieces"] == [600]
     for point in record["points"]:
         phases, floor = ({phase: of[phase]["p50"] for phase in PHASES} for of in (point["phases"], point["floor"]))
         assert phases == {"dispatch": 3.0, "combine": 5.0, "round trip": 8.0} and set(point["phases"]) > PHASES
         assert floor["round trip"] == pytest.approx(floor["dispatch"] + floor["combine"])
+        for phase, figures in point["schedules"].items():
+            assert set(figures) == {"tokens:push", "peers:bulk"} and floor[phase] == min(f["p50"] for f in figures.values())
+    assert said.count("GB/s") == 2 * 2 * 2 * 2  # sizes, multiprocessors, phases, schedules
     assert [(p["peer"], p["tokens"]) for p in record["peers"]] == [(name, n) for n in (3, 600) for name in ("nccl", "ag_rs")]
     for peer in record["peers"]:
         dispatch, combine, both = (peer["phases"][phase]["p50"] for phase in ("dispatch", "combine", "round trip"))

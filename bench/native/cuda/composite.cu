@@ -9,11 +9,16 @@ namespace {
 
 // Sums spill with 64 registers a thread; both have as much under way as 1024 threads with seven vectors each.
 constexpr std::uint32_t kSpreadThreads = 1024, kGatherThreads = 896;
+constexpr std::uint32_t kBulkWarps = 24;    // a part of a row each fills shared memory
 constexpr std::uint32_t kChunkBytes = 512;  // sixteen bytes of each lane
-constexpr int kVectors = kMostCompositePart / kChunkBytes;
+constexpr int kVectors = 8;
 
 struct Taken {
   std::uint32_t next;
+};
+
+struct Loads {
+  std::uint64_t of_warp[kBulkWarps];
 };
 
 struct Unit {
@@ -154,11 +159,45 @@ __global__ void __launch_bounds__(kGatherThreads, 1) gather_kernel(const __grid_
   });
 }
 
+// One part of each warp is in shared memory: the next one is loaded there when the copy engine has read it.
+__global__ void __launch_bounds__(kBulkWarps * 32, 1) bulk_kernel(const __grid_constant__ CompositeArguments a) {
+  PPLX_LAUNCHED_SHARED(memory);
+  PPLX_SHARED(Loads, loads);
+  const std::uint32_t warp = threadIdx.x / 32;
+  const bool first_lane = threadIdx.x % 32 == 0;
+  char* const part = reinterpret_cast<char*>(memory) + warp * kMostCompositePart;
+  std::uint64_t* const load = &loads.of_warp[warp];
+  if (first_lane) {
+    mbarrier_init(load, 1);
+    fence_mbarriers();
+  }
+  std::uint32_t loaded = 0;
+  work_off<kBulkWarps * 32>(a, [&](const Unit& unit) {
+    const CompositeRow& row = a.rows[unit.kind()];
+    const std::uint32_t begin = unit.part() * row.part_bytes, bytes = min(row.bytes - begin, row.part_bytes);
+    if (first_lane) {
+      bulk_await_read<0>();
+      mbarrier_expect(load, bytes);
+      bulk_load(part, unit.one + begin, bytes, load);
+      while (!phase_wait(load, loaded % 2)) {
+      }
+      ++loaded;
+    }
+    for (std::uint32_t i = 0; i < unit.n(); ++i) {
+      char* to = other_of(unit, i) + begin;
+      if (first_lane) bulk_store(to, part, bytes);
+    }
+    if (first_lane) bulk_end_group();
+  });
+  bulk_await_stored<0>();
+}
+
 using Kernel = void (*)(const CompositeArguments);
 
-cudaError_t launch(Kernel kernel, const CompositeArguments& arguments, std::uint32_t blocks, std::uint32_t threads, cudaStream_t stream) {
+cudaError_t launch(Kernel kernel, const CompositeArguments& arguments, std::uint32_t blocks, std::uint32_t threads,
+                   cudaStream_t stream, std::uint32_t shared = 0) {
   void* parameters[] = {const_cast<CompositeArguments*>(&arguments)};
-  return cudaLaunchKernel(kernel, dim3(blocks), dim3(threads), parameters, 0, stream);
+  return cudaLaunchKernel(kernel, dim3(blocks), dim3(threads), parameters, shared, stream);
 }
 
 }  // namespace
@@ -172,6 +211,12 @@ cudaError_t launch_gather(const CompositeArguments& arguments, Dtype dtype, std:
                         : dtype == Dtype::Float16 ? gather_kernel<Float16>
                                                   : gather_kernel<Float32>;
   return launch(kernel, arguments, blocks, kGatherThreads, stream);
+}
+
+cudaError_t launch_bulk(const CompositeArguments& arguments, std::uint32_t blocks, cudaStream_t stream) {
+  constexpr std::uint32_t shared = kBulkWarps * kMostCompositePart;
+  const cudaError_t error = cudaFuncSetAttribute(bulk_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, shared);
+  return error != cudaSuccess ? error : launch(bulk_kernel, arguments, blocks, kBulkWarps * 32, stream, shared);
 }
 
 }  // namespace pplx::cuda

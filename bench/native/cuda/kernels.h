@@ -9,16 +9,7 @@
 
 namespace pplx::cuda {
 
-// Bare stores of bytes[peer] bytes to the area that each peer has for this rank, and nothing else.
-struct PushArguments {
-  std::uint32_t rank = 0, world = 0;
-  std::uint64_t area_bytes = 0;   // room for one rank at a peer
-  char* memory[kMaxPeers] = {};   // indexed by rank, mapped on this GPU: an area for each rank that pushes
-  std::uint64_t bytes[kMaxPeers] = {};   // multiples of 16
-};
-cudaError_t launch_push(const PushArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
-
-// The composite floor: a step's reads and stores, whose addresses are known beforehand, with one block on a multiprocessor. A unit
+// The floors: a step's reads and stores, whose addresses are known beforehand, with one block on a multiprocessor. A unit
 // is a part of a row, for a warp: one address, and `n` others, of rows. A spread reads the one and stores it to the others; a
 // gather adds up the others in fp32 and stores the sum to the one.
 struct alignas(16) CompositeUnit {
@@ -28,7 +19,7 @@ struct alignas(16) CompositeUnit {
   std::uint32_t reserved = 0;
 };
 static_assert(sizeof(CompositeUnit) == 16, "bench/gpu/composite.py writes them");
-inline constexpr std::uint32_t kMostCompositePart = 4096, kMostCompositeOthers = 32;
+inline constexpr std::uint32_t kMostCompositePart = 8192, kMostCompositeOthers = 32;
 struct CompositeRow {
   std::uint32_t bytes = 0, part_bytes = 0;  // that are stored; multiples of 16, of 128
   std::uint32_t source_bytes = 0;  // bytes of a spread's row where it is read: at most `fold` times `bytes`
@@ -43,6 +34,8 @@ struct CompositeArguments {
 // fold: how many bytes of a row of kind 0 become one, 1, 2 or 4.
 cudaError_t launch_spread(const CompositeArguments& arguments, std::uint32_t fold, std::uint32_t blocks, cudaStream_t stream);
 cudaError_t launch_gather(const CompositeArguments& arguments, Dtype dtype, std::uint32_t blocks, cudaStream_t stream);
+// A spread, with fold 1, by bulk copies through shared memory.
+cudaError_t launch_bulk(const CompositeArguments& arguments, std::uint32_t blocks, cudaStream_t stream);
 
 // Holds that many multiprocessors until words[0] is not zero, or for that long. The words after it say which are held. In pinned
 // memory.

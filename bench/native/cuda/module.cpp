@@ -2,7 +2,6 @@
 #include <pybind11/pybind11.h>
 #include <pybind11/stl.h>
 
-#include <algorithm>
 #include <memory>
 #include <tuple>
 #include <vector>
@@ -25,22 +24,6 @@ T* pointer(Address address) {
   return reinterpret_cast<T*>(address);
 }
 
-void push(Address stream, std::uint32_t rank, std::uint32_t blocks, const std::vector<Address>& memory, std::uint64_t area_bytes,
-          const std::vector<std::uint64_t>& bytes) {
-  if (memory.size() > kMaxPeers || memory.size() != bytes.size() || rank >= memory.size())
-    throw py::value_error("push takes an address and a number of bytes for each of up to " + std::to_string(kMaxPeers) + " ranks");
-  PushArguments a;
-  a.rank = rank;
-  a.world = static_cast<std::uint32_t>(memory.size());
-  a.area_bytes = area_bytes;
-  for (std::size_t peer = 0; peer < memory.size(); ++peer) {
-    if (bytes[peer] > area_bytes || bytes[peer] % 16 != 0) throw py::value_error("push: bytes are multiples of 16, within an area");
-    a.memory[peer] = pointer<char>(memory[peer]);
-    a.bytes[peer] = bytes[peer];
-  }
-  check(launch_push(a, blocks, pointer<CUstream_st>(stream)), "launching push");
-}
-
 using RowBytes = std::tuple<std::uint32_t, std::uint32_t, std::uint32_t>;
 
 CompositeArguments composite(Address units, std::uint64_t count, Address others, std::uint32_t most,
@@ -55,18 +38,13 @@ CompositeArguments composite(Address units, std::uint64_t count, Address others,
   for (std::size_t kind = 0; kind < rows.size(); ++kind) {
     const auto& [bytes, part_bytes, source_bytes] = rows[kind];
     if (bytes % 16 != 0 || source_bytes % 16 != 0 || part_bytes % 128 != 0 || part_bytes > kMostCompositePart)
-      throw py::value_error("a composite's rows are multiples of 16 bytes, their parts of 128, up to 4096");
+      throw py::value_error("a composite's rows are multiples of 16 bytes, their parts of 128, up to 8192");
     a.rows[kind] = {bytes, part_bytes, source_bytes};
   }
   return a;
 }
 
 void bind(py::module_& m) {
-  m.def("push", &push, py::arg("stream"), py::arg("rank"), py::arg("blocks"), py::arg("memory"), py::arg("area_bytes"),
-        py::arg("bytes"),
-        "Bare stores of that many bytes to each rank, by a kernel of `blocks` thread blocks. `memory`: the address of each rank's, "
-        "where every rank has an area of its own.");
-  m.attr("MOST_COMPOSITE_PART") = kMostCompositePart;
   py::class_<CompositeArguments>(m, "Composite",
                                  "Reads and stores of a step, all addresses known: see kernels.h and bench/gpu/composite.py.")
       .def(py::init(&composite), py::kw_only(), py::arg("units"), py::arg("count"), py::arg("others"), py::arg("most"),
@@ -85,7 +63,13 @@ void bind(py::module_& m) {
           [](const CompositeArguments& a, Address stream, std::uint32_t blocks, Dtype dtype) {
             check(launch_gather(a, dtype, blocks, pointer<CUstream_st>(stream)), "launching gather");
           },
-          py::arg("stream"), py::arg("blocks"), py::arg("dtype"), "The sum of rows to each place.");
+          py::arg("stream"), py::arg("blocks"), py::arg("dtype"), "The sum of rows to each place.")
+      .def(
+          "bulk",
+          [](const CompositeArguments& a, Address stream, std::uint32_t blocks) {
+            check(launch_bulk(a, blocks, pointer<CUstream_st>(stream)), "launching bulk");
+          },
+          py::arg("stream"), py::arg("blocks"), "A spread without a fold, by bulk copies.");
   m.def(
       "hold",
       [](Address words, std::uint32_t multiprocessors, double seconds, Address stream) {

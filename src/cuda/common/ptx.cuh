@@ -225,16 +225,19 @@ __device__ inline void fence_copies() { PPLX_SM90("fence.proxy.async.global;" ::
 
 namespace pplx::cuda {
 
+// Arrives once for a warp, behind what its lanes have done.
+__device__ inline void mbarrier_arrive_of_warp(std::uint64_t* turns) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) mbarrier_arrive(turns);
+}
+
 // Guards shared memory that one warp writes, once in a launch, for any warps to read.
 struct Once {
   std::uint64_t word;
   // Called by one thread, before the first __syncthreads().
   __device__ void init() { mbarrier_init(&word, 1); }
   // Called by all lanes of the warp that has written.
-  __device__ void set() {
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(&word);
-  }
+  __device__ void set() { mbarrier_arrive_of_warp(&word); }
   __device__ void wait() {
     while (!phase_wait(&word, 0)) {
     }

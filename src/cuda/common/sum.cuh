@@ -37,12 +37,13 @@ struct Sums {
   // A weight of 1 changes nothing: the sum comes of an addition in any case.
   __device__ void add_row(const uint4 (&v)[kVectors], float weight = 1.0f) {
 #pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      float f[T::kPerVector];
-      T::unpack(v[j], f);
+    for (int j = 0; j < kVectors; ++j) add_vector(j, v[j], weight);
+  }
+  __device__ void add_vector(int j, const uint4& v, float weight = 1.0f) {
+    float f[T::kPerVector];
+    T::unpack(v, f);
 #pragma unroll
-      for (int e = 0; e < T::kPerVector; ++e) sum[j][e] = __fadd_rn(sum[j][e], __fmul_rn(weight, f[e]));
-    }
+    for (int e = 0; e < T::kPerVector; ++e) sum[j][e] = __fadd_rn(sum[j][e], __fmul_rn(weight, f[e]));
   }
 
   __device__ void start(float value) {

@@ -33,12 +33,7 @@ __device__ inline std::uint32_t ends_of_nodes(const CombineArguments& a, std::ui
 template <typename T, int kVectors>
 __device__ inline void add_node(Sums<T, kVectors>& sums, Sums<T, kVectors>& of_node) {
 #pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    float f[T::kPerVector];
-    T::unpack(T::pack(of_node.sum[j]), f);
-#pragma unroll
-    for (int e = 0; e < T::kPerVector; ++e) sums.sum[j][e] = __fadd_rn(sums.sum[j][e], f[e]);
-  }
+  for (int j = 0; j < kVectors; ++j) sums.add_vector(j, T::pack(of_node.sum[j]));
   of_node.start(-0.0f);
 }
 

@@ -138,13 +138,11 @@ class RowAdder {
   __device__ std::uint32_t at(int j) const { return ((j * Adders::kWarps + number_) * 32 + lane()) * 16; }
 
   __device__ const DealtRow& look() {
-    const SpanTimer waits(k_, Span::AwaitingInputs);
-    await_turn(ring_.loaded + place_.at, place_.turn);
+    await_turn(k_, Span::AwaitingInputs, ring_.loaded + place_.at, place_.turn);
     return ring_.rows[place_.at];
   }
   __device__ void leave() {
-    __syncwarp();
-    if (lane() == 0) mbarrier_arrive(ring_.used + place_.at);
+    mbarrier_arrive_of_warp(ring_.used + place_.at);
     place_.next();
   }
 
@@ -177,10 +175,7 @@ class RowAdder {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       if (at(j) >= bytes) continue;
-      float f[T::kPerVector];
-      T::unpack(*reinterpret_cast<const uint4*>(memory_ + place_.at * part_ + at(j)), f);
-#pragma unroll
-      for (int e = 0; e < T::kPerVector; ++e) sums.sum[j][e] = __fadd_rn(sums.sum[j][e], f[e]);
+      sums.add_vector(j, *reinterpret_cast<const uint4*>(memory_ + place_.at * part_ + at(j)));
       if ((dealt.what & kMakeBlank) != 0) make_blank(dealt.row + at(j));
     }
     leave();

@@ -102,8 +102,7 @@ class CopyLoader {
     place_.next();
   }
   __device__ void await_place() const {
-    const SpanTimer waits(k_, Span::AwaitingPlaceOfSum);
-    if (place_.turn != 0) await_turn(rings_.read + place_.at, place_.turn - 1);
+    if (place_.turn != 0) await_turn(k_, Span::AwaitingPlaceOfSum, rings_.read + place_.at, place_.turn - 1);
   }
 
   const CombineArguments& a_;
@@ -124,14 +123,13 @@ class CopyStorer {
   __device__ void store() {
     const SpanTimer all(k_, Span::SendingSums);
     for (;; place_.next()) {
-      {
-        const SpanTimer waits(k_, Span::AwaitingInputs);
-        await_turn(rings_.loaded + place_.at, place_.turn);
-      }
+      await_turn(k_, Span::AwaitingInputs, rings_.loaded + place_.at, place_.turn);
       const CopiedPart part = rings_.parts[place_.at];
       if (part.to == nullptr) break;
       const SpanTimer stores(k_, Span::StoringSums);
-      tell_of(await_all_but(under_way_ - 1));
+      if (threadIdx.x % 32 == 0) bulk_await_all_but<kMostUnderWay - 1>(under_way_ - 1);
+      __syncwarp();
+      tell_of(sent_ - min(under_way_ - 1, sent_));
       fuzz_delay(k_, sent_);
       if (threadIdx.x % 32 == 0) {
         bulk_store(part.to, ring_ + place_.at * kCopyBytes, part.bytes);
@@ -155,13 +153,6 @@ class CopyStorer {
   static constexpr std::uint32_t kMostUnderWay = 8;  // parts
   static_assert(kMostUnderWay <= kCopiedRuns, "a run's place is told of before it is wanted again");
 
-  // Each part is a group of stores. Returns how many are where they belong.
-  __device__ std::uint32_t await_all_but(std::uint32_t most) const {
-    if (threadIdx.x % 32 == 0) bulk_await_all_but<kMostUnderWay - 1>(most);
-    __syncwarp();
-    return sent_ - min(most, sent_);
-  }
-
   // The run ends with the part that was stored last.
   __device__ void end_run(char* rows, std::uint32_t n) {
     const std::uint32_t at = runs_ % kCopiedRuns;
@@ -173,10 +164,8 @@ class CopyStorer {
 
   // Tells the teller of runs whose parts are all among the first `parts`.
   __device__ void tell_of(std::uint32_t parts) {
-    for (; told_ != runs_ && rings_.runs[told_ % kCopiedRuns].parts <= parts; ++told_) {
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(rings_.there + told_ % kCopiedRuns);
-    }
+    for (; told_ != runs_ && rings_.runs[told_ % kCopiedRuns].parts <= parts; ++told_)
+      mbarrier_arrive_of_warp(rings_.there + told_ % kCopiedRuns);
   }
 
   const Common& k_;
@@ -201,8 +190,7 @@ __device__ inline void tell_of_copies(const Common& k, std::uint32_t step, CopyR
       fuzz_delay(k, std::uint64_t{step} << 32 | n);
       store_relaxed(run.rows + std::uint64_t{lane} * k.combine.row_bytes + k.combine.arrival_at, arrival_word(k.generation, step));
     }
-    __syncwarp();
-    if (lane == 0) mbarrier_arrive(rings.told + n % kCopiedRuns);
+    mbarrier_arrive_of_warp(rings.told + n % kCopiedRuns);
   }
 }
 

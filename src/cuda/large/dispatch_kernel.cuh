@@ -13,6 +13,30 @@
 namespace pplx::cuda {
 namespace {
 
+// Warps with roles, most of them workers. A warp that has nothing to send, or no more, receives.
+inline constexpr std::uint32_t kDealer = kWorkers - 2, kLoader = kWorkers - 1, kFirstStorer = kDealer - kStorers;
+inline constexpr std::uint32_t kCounter = kWorkers + 1, kPlacer = kWorkers + 2, kTeller = kWorkers + 3;
+inline constexpr std::uint32_t kPasser = kQuantisers;  // in rounds, where there are remote peers
+static_assert(kPasser < kFirstStorer && kTeller + 1 == kLargeWarps, "all have a warp");
+
+__device__ inline bool is_storer(std::uint32_t warp) { return warp >= kFirstStorer && warp < kDealer; }
+
+template <bool kRounds>
+struct DispatchShared {
+  LargePlan plan;
+  ReceiveShared receive;
+  CarriedRuns runs;
+  char* rows_at[kMaxPeers];  // where this rank's rows begin at each peer
+  Once sent;  // all that this thread block sends
+  bool last;  // thread block to leave
+  SendRings rings;
+};
+template <>
+struct DispatchShared<true> : DispatchShared<false> {
+  RoundPlan rounds;
+  RoundRows received[kLargeWarps];
+};
+
 // The first chunk that a worker counts, if no warp has begun it: its ids come while the launch begins.
 struct FirstChunk {
   const std::uint32_t number;
@@ -26,9 +50,6 @@ struct FirstChunk {
     if (is_there(a)) ids.keep(a, ChunkChoices(a, number), true, ChunkMarks(a.common, memory).ids);
   }
 };
-
-template <bool kRounds>
-struct DispatchShared;
 
 // The first chunk of a chunk's round; without rounds the chunk itself.
 template <bool kRounds>
@@ -74,7 +95,10 @@ __device__ inline void plan_chunks(const DispatchArguments& a, DispatchShared<kR
     if (!kRounds && given) send_all_counts(a, step);
     if (numbers) publish_row_counts(k, step, rows);
     __syncwarp();
-    if (numbers && lane < k.c.world) rows[lane] = 0;
+    if (numbers && lane < k.c.world) {
+      a.plan.rows[lane] = rows[lane];
+      rows[lane] = 0;
+    }
     __syncwarp();
   }
   std::uint32_t round = kNone;
@@ -91,15 +115,12 @@ __device__ inline void plan_chunks(const DispatchArguments& a, DispatchShared<kR
       }
     if (!ends && counted != number) {  // none, within a stretch
       if (numbers)
-        count_rows_of_ranks<2>(a, counted * a.tokens_per_chunk, number * a.tokens_per_chunk, 0, 1, rows);
+        count_rows_of_ranks<OneId, 2>(a, counted * a.tokens_per_chunk, number * a.tokens_per_chunk, 0, 1, rows);
       else if (!given)
         sum_chunks(a, step, counted, number, sums, memory);
     }
     __syncwarp();
-    if (n >= 2 && sends) {
-      const SpanTimer waits(k, Span::AwaitingPlaceOut);
-      await_turn(s.used + n % 2, n / 2 - 1);
-    }
+    if (n >= 2 && sends) await_turn(k, Span::AwaitingPlaceOut, s.used + n % 2, n / 2 - 1);
     if (n >= 2 && sends && lane == 0) tell_bounds<kRounds>(a, s, n, number);
     PlannedChunk& planned = s.chunks[n % 2];
     if constexpr (kRounds)
@@ -115,7 +136,9 @@ __device__ inline void plan_chunks(const DispatchArguments& a, DispatchShared<kR
         number_choices(k, chunk, ids, rows, &planned);
       else
         place_choices(k, chunk, memory, sums, &planned);
-      if constexpr (kRounds) keep_chunk(a, chunk, planned);
+      const std::uint64_t choice = std::uint64_t{chunk.first} * k.c.top_k;
+      for (std::uint32_t i = lane; kRounds && i < chunk.all; i += 32)  // the receive half sends some of it
+        keep_choice(a, choice + i, planned.id[i], planned.index[i], planned.row[i], planned.weight[i]);
     }
     __syncwarp();
     if (lane == 0 && sends) mbarrier_arrive(s.planned + n % 2);
@@ -127,36 +150,39 @@ __device__ inline void plan_chunks(const DispatchArguments& a, DispatchShared<kR
   }
 }
 
-// Warps with roles, most of them workers. A warp that has nothing to send, or no more, receives.
-inline constexpr std::uint32_t kDealer = kWorkers - 2, kLoader = kWorkers - 1, kFirstStorer = kDealer - kStorers;
-inline constexpr std::uint32_t kCounter = kWorkers + 1, kPlacer = kWorkers + 2, kTeller = kWorkers + 3;
-inline constexpr std::uint32_t kPasser = kQuantisers;  // in rounds, where there are remote peers
-static_assert(kPasser < kFirstStorer && kTeller + 1 == kLargeWarps, "all have a warp");
-
-__device__ inline bool is_storer(std::uint32_t warp) { return warp >= kFirstStorer && warp < kDealer; }
-
-template <>
-struct DispatchShared<false> {
-  LargePlan plan;
-  ReceiveShared receive;
-  CarriedRuns runs;
-  char* rows_at[kMaxPeers];  // where this rank's rows begin at each peer
-  Once sent;  // all that this thread block sends
-  bool last;  // thread block to leave
-  SendRings rings;
-};
-template <>
-struct DispatchShared<true> : DispatchShared<false> {
-  RoundPlan rounds;
-  RoundRows received[kLargeWarps];
-};
-
-struct DispatchMemory : LargeMemory {
-  std::uint32_t rings, placer, bytes;
+// Launched shared memory: sums of what comes before a chunk, counts of the planner's own, the places of experts, rings, and
+// counts of the placer's own.
+struct DispatchMemory {
+  std::uint32_t counts, places, rings, placer, bytes;  // where each begins; all
 
   constexpr explicit DispatchMemory(const Config& c)
-      : LargeMemory(c), rings(others), placer(rings + kRingBytes), bytes(placer + counting_bytes(c)) {}
+      : counts(4 * chunk_columns(c)),
+        places(counts + counting_bytes(c)),
+        rings(static_cast<std::uint32_t>(align_up(places + 4ull * (c.world + 1) * kNumbersOfVec16 * expert_vec16s(c), kLine))),
+        placer(rings + kRingBytes),
+        bytes(placer + counting_bytes(c)) {}
 };
+
+// Initialises a launch's barriers, before the first `__syncthreads`.
+template <typename Mode>
+__device__ inline void prepare(const Common& k, DispatchShared<false>& s) {
+  if (threadIdx.x == 0) {
+    s.plan.claimed.init();
+    s.receive.rows_known.init();
+    s.receive.placed.init();
+    s.receive.next = 0;
+    s.sent.init();
+    s.runs.known.init();
+  }
+  if (threadIdx.x < kMaxPeers) s.receive.choices[threadIdx.x] = 0;
+  if (threadIdx.x == 32 * kWorkers)
+    for (std::uint32_t i = 0; i < 2; ++i) {
+      mbarrier_init(s.plan.known + i, 1);
+      mbarrier_init(s.plan.planned + i, 1);
+      mbarrier_init(s.plan.used + i, 2);  // the loader and the dealer
+    }
+  if (threadIdx.x / 32 == kTeller) init_rings<Mode>(k, s.rings);
+}
 
 // Until there is nothing more to send, or nothing may be sent.
 template <typename Mode, bool kHooks, bool kRounds>
@@ -185,10 +211,7 @@ __device__ inline void send_large(const DispatchArguments& a, DispatchShared<kRo
       count_rows_before(a, s.plan, sums);
     else
       first.keep(a, counting);
-    {
-      const SpanTimer waits(k, Span::AwaitingClaims);
-      s.plan.claimed.wait();
-    }
+    await_turn(k, Span::AwaitingClaims, &s.plan.claimed.word, 0);
     if (!s.plan.taken) {
       if (warp == kLoader) loader.drop();
       return;
@@ -248,12 +271,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1) dispatch(const __grid_consta
   mark_stage(k, Stage::DispatchBegins);
   SpanTimer::begin();
   char* const launched = reinterpret_cast<char*>(words);
-  prepare(s, 2);  // the loader and the dealer
-  if (threadIdx.x == 0) {
-    s.sent.init();
-    s.runs.known.init();
-  }
-  if (threadIdx.x / 32 == kTeller) init_rings<Mode>(k, s.rings);
+  prepare<Mode>(k, s);
   for (std::uint32_t i = threadIdx.x; a.send && i < chunk_columns(k.c); i += kLargeThreads) words[i] = 0;
   const Experts experts{reinterpret_cast<std::uint32_t*>(launched + DispatchMemory(k.c).places), k.expert_vec16s};
   std::uint32_t step = 0;

@@ -1,10 +1,7 @@
-// The send half of a large dispatch: warps with roles, and rings in shared memory between them. The loader asks for tokens far
-// ahead; quantisers, where there is anything to quantise, make rows of them, a team each of them together; the dealer (large/route.cuh) looks
-// tokens up and says where their rows go; storers (large/store.cuh) take them there, to peers by bulk copies; the teller, and at last storers,
-// raise the arrival words of all that has been stored, behind one fence. The dealer is only far enough ahead to saturate the link.
+// The loader and the quantisers of a large dispatch, and the rings in shared memory between its warps (docs/design.md, Roles).
 //
-// None of them waits for a peer, but the dealer: where it may keep no more own rows, for the counts, which wait for no row; in rounds for
-// room. What it has dealt before is stored and told of meanwhile.
+// Of the warps that send only the dealer waits for peers: for counts, where it may keep no more own rows, and in rounds for room.
+// What it has dealt before is stored and told of meanwhile.
 #pragma once
 
 #include "receive.cuh"
@@ -144,7 +141,7 @@ class TokenLoader {
     if constexpr (kQuantises<Mode>) {
       if (threadIdx.x % 32 == 0) rings_.parts = asked_;
       for (std::uint32_t team = 0; team < shape_.teams; ++team) {
-        place_.await_free(rings_.used);
+        place_.await_free(a_.common, Span::AwaitingPlaceIn, rings_.used);
         if (threadIdx.x % 32 == 0) mbarrier_arrive(rings_.loaded + place_.at);
         place_.next();
       }
@@ -154,10 +151,7 @@ class TokenLoader {
  private:
   __device__ void begin_chunk() {
     const std::uint32_t turn = chunk_ % 2;
-    {
-      const SpanTimer waits(a_.common, Span::AwaitingPlan);
-      await_turn(plan_.known + turn, chunk_ / 2);
-    }
+    await_turn(a_.common, Span::AwaitingPlan, plan_.known + turn, chunk_ / 2);
     first_ = plan_.bounds[turn].first;
     tokens_ = plan_.bounds[turn].tokens;
     token_ = 0;
@@ -167,10 +161,7 @@ class TokenLoader {
   }
   // Asks for the next part.
   __device__ void ask() {
-    {
-      const SpanTimer waits(a_.common, Span::AwaitingPlaceIn);
-      place_.await_free(rings_.used);
-    }
+    place_.await_free(a_.common, Span::AwaitingPlaceIn, rings_.used);
     if (threadIdx.x % 32 == 0) {
       std::uint64_t* const turns = rings_.loaded + place_.at;
       const std::uint32_t bytes = shape_.bytes(a_.common, part_);
@@ -217,31 +208,22 @@ __device__ inline void quantise_tokens(const Common& k, SendRings& rings, const 
   };
   go_on(team);
   for (std::uint32_t n = team;; n += shape.teams) {
-    {
-      const SpanTimer waits(k, Span::AwaitingTile);
-      await_turn(rings.loaded + from.at, from.turn);
-    }
+    await_turn(k, Span::AwaitingTile, rings.loaded + from.at, from.turn);
     if (n >= rings.parts) return;
-    {
-      const SpanTimer waits(k, Span::AwaitingPlaceOut);
-      to.await_free(rings.stored);
-    }
+    to.await_free(k, Span::AwaitingPlaceOut, rings.stored);
     const std::uint32_t elements = shape.elements(k, part), first = number % kOfTeam * shape.of_quantiser;
-    const auto arrive = [](std::uint64_t* turns) {
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(turns);
-    };
     if (first < elements) {
       const SpanTimer quantises(k, Span::Quantising);
       const std::uint32_t at = part * Shape::kOfPart + first;
-      char* const row = out + to.at * shape.pitch;
-      Shape::Quantiser::quantise(k, in + from.at * shape.part_bytes + first * kElementBytes<Mode>, min(elements - first, shape.of_quantiser), row + at,
-                                 row + k.dispatch.scales_at + at / 512 * 16, [&] { arrive(rings.used + from.at); });
+      const char* const tile = in + from.at * shape.part_bytes + first * kElementBytes<Mode>;
+      char *const row = out + to.at * shape.pitch, *const scales = row + k.dispatch.scales_at + at / 512 * 16;
+      Shape::Quantiser::quantise(k, tile, min(elements - first, shape.of_quantiser), row + at, scales,
+                                 [&] { mbarrier_arrive_of_warp(rings.used + from.at); });
     } else {
-      arrive(rings.used + from.at);
+      mbarrier_arrive_of_warp(rings.used + from.at);
     }
     fence_shared_copies();
-    arrive(rings.quantised + to.at);
+    mbarrier_arrive_of_warp(rings.quantised + to.at);
     go_on(shape.teams);
   }
 }

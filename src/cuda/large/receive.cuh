@@ -141,7 +141,7 @@ class RowCarrier {
   // True if a row's word says that it is here. A remote peer's is here with its piece.
   __device__ bool has_come(const char* word, std::uint32_t source, std::uint32_t round) const {
     if constexpr (kRounds)
-      return is_remote(k_, source) || row_has_come(k_, word, Phase::DispatchRecv, step_, source, round);
+      return is_remote(k_, source) || await_round(k_, word, Phase::DispatchRecv, step_, source, round, Says::Row);
     else
       return wait<Match::Exact>(k_, word, Phase::DispatchRecv, step_, source);
   }

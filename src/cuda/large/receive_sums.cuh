@@ -143,13 +143,10 @@ class SumDealer : RowDealer {
     if (remote) row += k_.heap.piece_at(Op::Combine, round);
     const void* word = row + k_.combine.arrival_at;
     if (remote) word = remote_word(k_, a_.pieces, RemoteWord::Landed, step_, Op::Combine, rank);
-    bool good = row == nullptr || says_round(k_, word, step_, round, !remote);
-    if (!__all_sync(~0u, good)) {
-      finish();
-      good = good || await_round(k_, word, Phase::CombineRecv, step_, rank, round, remote ? Says::Landed : Says::Row);
-    }
+    const bool here = row == nullptr || says_round(k_, word, step_, round, !remote);
+    if (!__all_sync(~0u, here)) finish();
     fuzz_delay(k_, std::uint64_t{round} << 32 | step_);
-    return all_of_warp(good);
+    return all_of_warp(here || await_round(k_, word, Phase::CombineRecv, step_, rank, round, remote ? Says::Landed : Says::Row));
   }
 
   // Counts the tokens that were dealt last, once the adders have read their rows.

@@ -25,6 +25,12 @@ __device__ inline void await_turn(std::uint64_t* turns, std::uint32_t nth) {
   }
 }
 
+// Waits likewise, and counts the time as `what`.
+__device__ inline void await_turn(const Common& k, Span what, std::uint64_t* turns, std::uint32_t nth) {
+  const SpanTimer waits(k, what);
+  await_turn(turns, nth);
+}
+
 // True if the nth turn is over, for all lanes of a warp.
 __device__ inline bool is_over(std::uint64_t* turns, std::uint32_t nth) { return __all_sync(~0u, phase_test(turns, nth & 1)); }
 
@@ -46,8 +52,8 @@ class Ring {
     ++turn;
   }
   // Waits until the place is free, by a warp of which one lane fills it. The lanes meet: one that looks later would miss the turn.
-  __device__ void await_free(std::uint64_t* turns) const {
-    if (turn != 0) await_turn(turns + at, turn - 1);
+  __device__ void await_free(const Common& k, Span what, std::uint64_t* turns) const {
+    if (turn != 0) await_turn(k, what, turns + at, turn - 1);
     __syncwarp();
   }
 

@@ -24,10 +24,7 @@ class TokenDealer {
     const SpanTimer all(k_, Span::Sending);
     for (std::uint32_t n = 0;; ++n) {
       const std::uint32_t turn = n % 2;
-      {
-        const SpanTimer waits(k_, Span::AwaitingPlan);
-        await_turn(plan_.planned + turn, n / 2);
-      }
+      await_turn(k_, Span::AwaitingPlan, plan_.planned + turn, n / 2);
       const auto [first, tokens] = plan_.bounds[turn];
       if (tokens == 0) break;
       if constexpr (kRounds) {
@@ -35,8 +32,7 @@ class TokenDealer {
         rows_of_chunk_ = rows_at_ + turn * kMaxPeers;
       }
       for (std::uint32_t at = 0; at < tokens; at += together_) deal_tokens(plan_.chunks[turn], first, at, min(together_, tokens - at));
-      __syncwarp();
-      if (lane() == 0) mbarrier_arrive(plan_.used + turn);
+      mbarrier_arrive_of_warp(plan_.used + turn);
     }
     if (!kRounds && !places_known_) end_kept();
     tell_storers(0, 0, {}, 0);
@@ -95,7 +91,8 @@ class TokenDealer {
     }
     write_routes(c, own, there);
     tell_storers(first + at, tokens, sent, kRounds ? __ballot_sync(~0u, in_slot && !is_remote(k_, c.entry >> 20)) : 0);
-    if (!kRounds && a_.ids != nullptr && there) keep(c, own);
+    if (!kRounds && a_.ids != nullptr && there)
+      keep_choice(a_, std::uint64_t{own} * k_.c.top_k + choice(), c.of.id, c.of.index, c.entry, c.of.weight);
     if (has_own) place_words(a_, mine, choice());
   }
 
@@ -155,21 +152,9 @@ class TokenDealer {
     }
   }
 
-  // Ids, indices, rows and weights go to the plan, for further dispatches and for this one's combine.
-  __device__ void keep(const Choice& c, std::uint32_t own) const {
-    const std::uint64_t at = std::uint64_t{own} * k_.c.top_k + choice();
-    a_.plan.ids[at] = c.of.id;
-    a_.plan.index[at] = c.of.index;
-    a_.plan.token_rows[at] = c.entry;
-    if (a_.weights != nullptr) a_.plan.weights[at] = c.of.weight;
-  }
-
   __device__ void tell_storers(std::uint32_t first, std::uint32_t tokens, const SentRow& sent, std::uint32_t words) {
-    {
-      const SpanTimer waits(k_, Span::AwaitingPlaceOut);
-      const std::uint32_t oldest = dealt_ - under_way_;
-      if (dealt_ >= under_way_) await_turn(rings_.told + oldest % kBatches, oldest / kBatches);
-    }
+    const std::uint32_t oldest = dealt_ - under_way_;
+    if (dealt_ >= under_way_) await_turn(k_, Span::AwaitingPlaceOut, rings_.told + oldest % kBatches, oldest / kBatches);
     const std::uint32_t at = dealt_++ % kBatches;
     Batch& batch = rings_.batches[at];
     batch.rows[lane()] = sent;
@@ -181,8 +166,7 @@ class TokenDealer {
         batch.sent = has_room_;
       }
     }
-    __syncwarp();
-    if (lane() == 0) mbarrier_arrive(rings_.dealt + at);
+    mbarrier_arrive_of_warp(rings_.dealt + at);
   }
 
   const DispatchArguments& a_;

@@ -182,16 +182,14 @@ class SendAdder : RowAdder<Adders> {
   __device__ std::uint32_t place_out() const { return filled_ % kPartsOut; }
 
   __device__ void await_place() {
-    const SpanTimer waits(k_, Span::AwaitingPlaceOfSum);
-    if (filled_ >= kPartsOut) await_turn(parts_.sent + place_out(), filled_ / kPartsOut - 1);
+    if (filled_ >= kPartsOut) await_turn(k_, Span::AwaitingPlaceOfSum, parts_.sent + place_out(), filled_ / kPartsOut - 1);
   }
 
   // The next place has this warp's part of it.
   __device__ void fill(const PartOut& part) {
     fence_shared_copies();
     if (number_ == 0 && lane() == 0) parts_.parts[place_out()] = part;
-    __syncwarp();
-    if (lane() == 0) mbarrier_arrive(parts_.filled + place_out());
+    mbarrier_arrive_of_warp(parts_.filled + place_out());
     ++filled_;
   }
 
@@ -214,11 +212,8 @@ class SendTeller {
       std::uint64_t* const filled = parts_.filled + begun_ % kPartsOut;
       const std::uint32_t turn = begun_ / kPartsOut;
       // Nothing to do meanwhile, so what is on its way may as well be told of.
-      if (!__all_sync(~0u, phase_test(filled, turn & 1))) arrive<0>();
-      {
-        const SpanTimer waits(k_, Span::AwaitingInputs);
-        await_turn(filled, turn);
-      }
+      if (!is_over(filled, turn)) arrive<0>();
+      await_turn(k_, Span::AwaitingInputs, filled, turn);
       const PartOut& part = parts_.parts[begun_ % kPartsOut];
       if (part.to == nullptr) break;
       const SpanTimer stores(k_, Span::StoringSums);
@@ -244,8 +239,7 @@ class SendTeller {
     __syncwarp();
     for (; arrived_ + kBut < begun_ + more; ++arrived_) {
       const PartOut part = parts_.parts[arrived_ % kPartsOut];
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) mbarrier_arrive(parts_.sent + arrived_ % kPartsOut);
+      mbarrier_arrive_of_warp(parts_.sent + arrived_ % kPartsOut);
       if (part.run.rows != 0) tell(part);
     }
   }

@@ -24,10 +24,7 @@ class RowStorer {
     for (Ring at(kBatches);; at.next()) {
       // Stores of one batch are on their way while the next one's begin.
       if (!is_over(rings_.dealt + at.at, at.turn)) finish(0);
-      {
-        const SpanTimer waits(k_, Span::AwaitingPlan);
-        await_turn(rings_.dealt + at.at, at.turn);
-      }
+      await_turn(k_, Span::AwaitingPlan, rings_.dealt + at.at, at.turn);
       const Batch& batch = rings_.batches[at.at];
       const std::uint32_t tokens = batch.tokens;
       groups_ = 0;
@@ -99,8 +96,7 @@ class RowStorer {
   __device__ void release() {
     if (unread_ == kNone) return;
     bulk_await_read<kBut>();
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(emptied() + unread_);
+    mbarrier_arrive_of_warp(emptied() + unread_);
     unread_ = kNone;
   }
   // Ends the batch before. All stores but those of the last `groups` places are its.
@@ -108,8 +104,7 @@ class RowStorer {
     if (groups == 0) release<0>();
     if (leaving_ == kNone) return;
     bulk_await_all_but<kMostGroups>(groups);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) mbarrier_arrive(rings_.there + leaving_);
+    mbarrier_arrive_of_warp(rings_.there + leaving_);
     leaving_ = kNone;
   }
 
@@ -165,10 +160,7 @@ __device__ inline void tell_of_rows(const DispatchArguments& a, std::uint32_t st
   for (;;) {
     std::uint32_t told = of_first_lane([&] { return *const_cast<volatile std::uint32_t*>(&rings.next_told); });
     if (told == kNone) return;
-    {
-      const SpanTimer waits(k, Span::AwaitingTile);
-      await_turn(rings.there + told % kBatches, told / kBatches);
-    }
+    await_turn(k, Span::AwaitingTile, rings.there + told % kBatches, told / kBatches);
     std::uint32_t end = told;
     bool ends = false;
     do
@@ -187,8 +179,7 @@ __device__ inline void tell_of_rows(const DispatchArguments& a, std::uint32_t st
       }
       if constexpr (kRounds)
         if (k.remote != 0 && batch.tokens != 0 && batch.sent) count_tokens_of_round(a, step, round, batch.tokens);
-      __syncwarp();
-      if (lane == 0) mbarrier_arrive(rings.told + told % kBatches);
+      mbarrier_arrive_of_warp(rings.told + told % kBatches);
     }
     mark_stage(k, Stage::Published);
   }

@@ -1,11 +1,9 @@
-// The plan of a large dispatch. Counting all earlier tokens for each, as plan/token_plan.cuh does, would take tens of microseconds,
-// so thread blocks share the work. One warp counts a chunk's choices by expert, and its rows by rank, for all blocks. The counts
-// before a chunk are a sum over chunks.
+// The plan of a large dispatch, on which thread blocks share the work (docs/design.md, Plan). One warp counts a chunk's choices by
+// expert, and its rows by rank, for all blocks. The counts before a chunk are a sum over chunks.
 //
-// A warp waits only for chunks that a running warp counts: it counts one itself that no warp has begun. Planners, a warp of each thread
-// block, claim stretches of chunks, one for each thread block that is to send: behind the first chunk of a stretch, the counts before are
-// known. A thread block that begins late finds its stretch taken, and only receives. In rounds the first `stretches` thread blocks claim
-// single chunks: a round has room when all earlier ones have been sent.
+// A warp waits only for chunks that a running warp counts: it counts one itself that no warp has begun. A thread block that begins
+// late finds its stretch of chunks taken, and only receives. In rounds the first `stretches` thread blocks claim single chunks: a
+// round has room when all earlier ones have been sent.
 #pragma once
 
 #include "../common/step.cuh"
@@ -87,6 +85,15 @@ __device__ inline void mark_ranks(const Common& k, const ChunkMarks& marks) {
   __syncwarp();
 }
 
+// Keeps the nth choice of this rank's tokens in the plan, for further dispatches and this one's combine.
+__device__ inline void keep_choice(const DispatchArguments& a, std::uint64_t n, std::int32_t id, std::uint32_t index,
+                                   std::uint32_t entry, float weight) {
+  a.plan.ids[n] = id;
+  a.plan.index[n] = index;
+  a.plan.token_rows[n] = entry;
+  if (a.weights != nullptr) a.plan.weights[n] = weight;
+}
+
 // Ids on their way from the caller's memory.
 struct ChunkIds {
   RawId ids[ChunkChoices::kOfLane];
@@ -111,34 +118,6 @@ inline constexpr std::uint32_t kMostNumberedRanks = 8;
 __device__ inline bool numbers_rows(const DispatchArguments& a) {
   const Common& k = a.common;
   return a.ids != nullptr && k.c.layout == LayoutKind::Compact && k.c.world <= kMostNumberedRanks && !k.heap.in_pieces;
-}
-
-// Shared memory of a launch: sums of what comes before a chunk, counts of the planner's own, the places of experts, then what each kernel wants.
-struct LargeMemory {
-  std::uint32_t counts, places, others;  // where each begins; sums come first
-
-  constexpr explicit LargeMemory(const Config& c)
-      : counts(4 * chunk_columns(c)),
-        places(counts + counting_bytes(c)),
-        others(static_cast<std::uint32_t>(align_up(places + 4ull * (c.world + 1) * kNumbersOfVec16 * expert_vec16s(c), kLine))) {}
-};
-
-// Initialises a launch's barriers, before the first `__syncthreads`. users: warps that say that they have done with a chunk.
-template <typename Shared>
-__device__ inline void prepare(Shared& s, std::uint32_t users) {
-  if (threadIdx.x == 0) {
-    s.plan.claimed.init();
-    s.receive.rows_known.init();
-    s.receive.placed.init();
-    s.receive.next = 0;
-  }
-  if (threadIdx.x < kMaxPeers) s.receive.choices[threadIdx.x] = 0;
-  if (threadIdx.x % 32 == 0 && is_planner())
-    for (std::uint32_t i = 0; i < 2; ++i) {
-      mbarrier_init(s.plan.known + i, 1);
-      mbarrier_init(s.plan.planned + i, 1);
-      mbarrier_init(s.plan.used + i, users);
-    }
 }
 
 // ---- counts of chunks ----
@@ -177,18 +156,12 @@ static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, 
     char* const to = k.peers[peer] + k.heap.counts_at(k.c, set, k.c.rank) + kVec16Bytes * nth;
     store_tagged(k, to, step, p.words[0], p.words[1], p.words[2]);
   }
-  for (std::uint32_t peer = lane; !planned && peer < k.c.world; peer += 32) a.plan.rows[peer] = total_of(a, k.c.num_experts + peer);
-  if (!numbers_rows(a)) publish_row_counts(k, step, a.plan.rows);
+  if (!numbers_rows(a)) {
+    for (std::uint32_t peer = lane; !planned && peer < k.c.world; peer += 32) a.plan.rows[peer] = total_of(a, k.c.num_experts + peer);
+    publish_row_counts(k, step, a.plan.rows);
+  }
   if (k.remote != 0) begin_remote_blocks(a, step);
   mark_stage(k, Stage::Counted);
-}
-
-// Counts choice `at` of a chunk by expert, and says which rank its token goes to.
-__device__ inline void count_choice(const ChunkMarks& marks, const Divider& per_rank, const Divider& top_k, std::uint32_t at, std::int32_t id) {
-  if (id < 0) return;
-  const std::uint32_t rank = per_rank.divide(static_cast<std::uint32_t>(id));
-  atomicAdd(marks.tokens + id, 1u);
-  atomicOr(marks.ranks + 2 * top_k.divide(at) + rank / 32, 1u << rank % 32);
 }
 
 // Adds, by one warp, what has been counted to one of the sums of all chunks.
@@ -216,7 +189,11 @@ static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std:
 #pragma unroll
   for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
     const std::uint32_t at = chunk.at(i);
-    count_choice(marks, per_rank, top_k, at, at < chunk.all ? marks.ids[at] : -1);
+    const std::int32_t id = at < chunk.all ? marks.ids[at] : -1;
+    if (id < 0) continue;
+    const std::uint32_t rank = per_rank.divide(static_cast<std::uint32_t>(id));
+    atomicAdd(marks.tokens + id, 1u);
+    atomicOr(marks.ranks + 2 * top_k.divide(at) + rank / 32, 1u << rank % 32);
   }
   __syncwarp();
   mark_ranks(k, marks);

@@ -1,6 +1,5 @@
-// The plan of a large dispatch whose outputs are Compact, of few ranks. A row's output row is its number among all rows of its
-// source, so it depends only on how many earlier tokens go to each rank. Each thread block counts those by itself, from the ids,
-// and no row waits for other blocks' counts. Only the callers need the choices of each expert: they are counted beside all that.
+// The plan of a large dispatch whose outputs are Compact, of few ranks (docs/design.md, Numbers): each thread block numbers its
+// rows by itself, from the ids. Only the callers need the choices of each expert: they are counted beside that.
 #pragma once
 
 #include "chunk_plan.cuh"
@@ -43,37 +42,46 @@ __device__ inline std::uint32_t rank_bit(const Common& k, std::uint32_t id, std:
   return id < k.c.num_experts && high == 0 ? 1u << k.per_rank.divide(id) : 0;
 }
 
-// Adds to rows[r], by one of `warps` warps, how many of the tokens [begin, end) go to rank r. A lane has a choice, and loads
-// kAtOnce at once. kShift: bits of the lane that a token has; 0: those that top_k needs. Bad ids, and those of dead ranks, count
-// for nothing.
-template <std::uint32_t kAtOnce, std::uint32_t kShift = 0>
-__device__ inline void count_rows_of_ranks(const DispatchArguments& a, std::uint32_t begin, std::uint32_t end, std::uint32_t warp, std::uint32_t warps,
-                                           std::uint32_t* rows) {
+// A lane's load of a token's ids: one, or two of int64 at once.
+struct OneId {
+  static constexpr bool kTwo = false;
+  RawId id;
+  __device__ void load(const DispatchArguments& a, const char* from) {
+    id = a.wide_ids ? raw_id(*reinterpret_cast<const uint2*>(from)) : raw_id(*reinterpret_cast<const std::uint32_t*>(from));
+  }
+  __device__ std::uint32_t ranks(const DispatchArguments& a) const { return rank_bit(a.common, id.low, a.wide_ids ? id.high : 0); }
+};
+struct TwoIds {
+  static constexpr bool kTwo = true;
+  uint4 ids = {~0u, ~0u, ~0u, ~0u};
+  __device__ void load(const DispatchArguments&, const char* from) { ids = *reinterpret_cast<const uint4*>(from); }
+  __device__ std::uint32_t ranks(const DispatchArguments& a) const {
+    return rank_bit(a.common, ids.x, ids.y) | rank_bit(a.common, ids.z, ids.w);
+  }
+};
+
+// Adds to rows[r], by one of `warps` warps, how many of the tokens [begin, end) go to rank r. A lane loads kAtOnce times at once.
+// kShift: bits of the lane that a token has; 0: those that top_k needs. Bad ids, and those of dead ranks, count for nothing.
+template <typename Ids, std::uint32_t kAtOnce, std::uint32_t kShift = 0>
+__device__ inline void count_rows_of_ranks(const DispatchArguments& a, std::uint32_t begin, std::uint32_t end, std::uint32_t warp,
+                                           std::uint32_t warps, std::uint32_t* rows) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   const std::uint32_t shift = kShift != 0 ? kShift : k.group_shift;
-  const std::uint32_t choice = lane & ((1u << shift) - 1), together = 32 >> shift, width = a.wide_ids ? 8 : 4, step = together * k.c.top_k * width;
-  const bool has_choice = choice < k.c.top_k;
+  const std::uint32_t nth = lane & ((1u << shift) - 1), together = 32 >> shift, loads = Ids::kTwo ? 1u << shift : k.c.top_k;
+  const std::uint32_t width = Ids::kTwo ? 16 : a.wide_ids ? 8 : 4, step = together * loads * width;
   RowsOfRanks counted;
 #pragma unroll 1
   for (std::uint32_t first = begin + warp * kAtOnce * together; first < end; first += warps * kAtOnce * together) {
     const std::uint32_t token = first + (lane >> shift);
-    const char* from = static_cast<const char*>(a.ids) + (std::uint64_t{token} * k.c.top_k + choice) * width;
-    RawId ids[kAtOnce];
+    const char* from = static_cast<const char*>(a.ids) + (std::uint64_t{token} * loads + nth) * width;
+    Ids ids[kAtOnce];
 #pragma unroll
-    for (std::uint32_t i = 0; i < kAtOnce; ++i, from += step) {
-      if (!has_choice || token + i * together >= end) continue;
-      if (a.wide_ids) {
-        const uint2 both = *reinterpret_cast<const uint2*>(from);
-        ids[i].low = both.x;
-        ids[i].high = both.y;
-      } else {
-        ids[i].low = *reinterpret_cast<const std::uint32_t*>(from);
-      }
-    }
+    for (std::uint32_t i = 0; i < kAtOnce; ++i, from += step)
+      if (nth < loads && token + i * together < end) ids[i].load(a, from);
 #pragma unroll
     for (std::uint32_t i = 0; i < kAtOnce; ++i) {
-      std::uint32_t ranks = rank_bit(k, ids[i].low, a.wide_ids ? ids[i].high : 0);
+      std::uint32_t ranks = ids[i].ranks(a);
 #pragma unroll
       for (std::uint32_t s = 1; s < 1u << kShift; s *= 2) ranks |= __shfl_xor_sync(~0u, ranks, static_cast<int>(s));
 #pragma unroll 1
@@ -82,45 +90,16 @@ __device__ inline void count_rows_of_ranks(const DispatchArguments& a, std::uint
     }
     counted.fold();
   }
-  counted.add_to(k, choice == 0, rows);
-}
-
-// Eight choices of a token, int64, of which a lane loads two at once.
-template <std::uint32_t kAtOnce>
-__device__ inline void count_rows_of_eight(const DispatchArguments& a, std::uint32_t end, std::uint32_t* rows) {
-  constexpr std::uint32_t kLanes = 4, kTogether = 32 / kLanes, kTokenBytes = 16 * kLanes;
-  const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  RowsOfRanks counted;
-#pragma unroll 1
-  for (std::uint32_t first = warp * kAtOnce * kTogether; first < end; first += kWorkers * kAtOnce * kTogether) {
-    const std::uint32_t token = first + lane / kLanes;
-    const char* const from = static_cast<const char*>(a.ids) + std::uint64_t{token} * kTokenBytes + lane % kLanes * 16;
-    uint4 v[kAtOnce];
-#pragma unroll
-    for (std::uint32_t i = 0; i < kAtOnce; ++i) {
-      v[i] = make_uint4(~0u, ~0u, ~0u, ~0u);
-      if (token + i * kTogether < end) v[i] = *reinterpret_cast<const uint4*>(from + i * kTogether * kTokenBytes);
-    }
-#pragma unroll
-    for (std::uint32_t i = 0; i < kAtOnce; ++i) {
-      std::uint32_t ranks = rank_bit(k, v[i].x, v[i].y) | rank_bit(k, v[i].z, v[i].w);
-#pragma unroll
-      for (std::uint32_t s = 1; s < kLanes; s *= 2) ranks |= __shfl_xor_sync(~0u, ranks, static_cast<int>(s));
-      counted.add(ranks);
-    }
-    counted.fold();
-  }
-  counted.add_to(k, lane % kLanes == 0, rows);
+  counted.add_to(k, nth == 0, rows);
 }
 
 // Five to eight choices of a token. Not inlined: the roles that follow would spill what this has in registers.
 static __device__ __noinline__ void count_rows_of_five_to_eight(const DispatchArguments& a, std::uint32_t end, std::uint32_t* its_rows) {
   std::uint32_t* const rows = known_shared(its_rows);
   if (a.common.c.top_k == 8 && a.wide_ids && reinterpret_cast<std::uint64_t>(a.ids) % 16 == 0)
-    count_rows_of_eight<12>(a, end, rows);
+    count_rows_of_ranks<TwoIds, 12, 2>(a, 0, end, threadIdx.x / 32, kWorkers, rows);
   else
-    count_rows_of_ranks<12, 3>(a, 0, end, threadIdx.x / 32, kWorkers, rows);
+    count_rows_of_ranks<OneId, 12, 3>(a, 0, end, threadIdx.x / 32, kWorkers, rows);
 }
 
 // Counts the rows before a block's first chunk, or all rows if that is chunk 0: each of its workers.
@@ -132,16 +111,15 @@ __device__ inline void count_rows_before(const DispatchArguments& a, const Large
   if (a.common.c.top_k > 4 && a.common.c.top_k <= 8)
     count_rows_of_five_to_eight(a, end, rows);
   else
-    count_rows_of_ranks<4>(a, 0, end, threadIdx.x / 32, kWorkers, rows);
+    count_rows_of_ranks<OneId, 4>(a, 0, end, threadIdx.x / 32, kWorkers, rows);
 }
 
-// Counts the chunks that no other block has begun: one warp of each thread block. It tells of up to 32 of them together, since a
-// fence behind rows in flight to peers takes ten microseconds. memory: counting_bytes().
+// Counts choices by expert, of the chunks that no other block has begun: one warp of each thread block. It tells of up to 32 chunks
+// together, since a fence behind rows in flight to peers takes ten microseconds. memory: counting_bytes().
 static __device__ __noinline__ void count_choices(const DispatchArguments& a, std::uint32_t step, char* memory) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   const ChunkMarks marks(k, known_shared(memory));
-  const Divider per_rank = k.per_rank, top_k = k.top_k;
   for (std::uint32_t first = blockIdx.x; first < a.chunks; first += 32 * gridDim.x) {
     const std::uint32_t mine = first + lane * gridDim.x;
     const bool taken = mine < a.chunks && atomicExch(a.chunk_counts.taken + mine, step) != step;
@@ -156,15 +134,9 @@ static __device__ __noinline__ void count_choices(const DispatchArguments& a, st
       ids.keep(a, chunk, true, marks.ids);
       const std::uint32_t others = left & (left - 1);
       if (others != 0) ids.load(a, first_of(others));
-      marks.ranks[2 * lane] = 0;
       __syncwarp();
-      for (std::uint32_t at = lane; at < chunk.all; at += 32) count_choice(marks, per_rank, top_k, at, marks.ids[at]);
-      __syncwarp();
-      const std::uint32_t ranks = marks.ranks[2 * lane];
-      for (std::uint32_t rank = 0; rank < k.c.world; ++rank) {
-        const std::uint32_t rows = __popc(__ballot_sync(~0u, (ranks >> rank & 1) != 0));
-        if (lane == rank) marks.tokens[k.c.num_experts + rank] += rows;
-      }
+      for (std::uint32_t at = lane; at < chunk.all; at += 32)
+        if (marks.ids[at] >= 0) atomicAdd(marks.tokens + marks.ids[at], 1u);
       __syncwarp();
     }
     fuzz_delay(k, first);

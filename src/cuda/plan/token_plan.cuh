@@ -26,16 +26,10 @@ struct RawId {
     return wide ? static_cast<std::int64_t>(std::uint64_t{high} << 32 | low) : static_cast<std::int32_t>(low);
   }
 };
+__device__ inline RawId raw_id(const uint2& wide) { return {wide.x, wide.y}; }
+__device__ inline RawId raw_id(std::uint32_t narrow) { return {narrow, ~0u}; }
 __device__ inline RawId load_raw_id(const DispatchArguments& a, std::uint64_t at) {
-  RawId id;
-  if (a.wide_ids) {
-    const uint2 both = static_cast<const uint2*>(a.ids)[at];
-    id.low = both.x;
-    id.high = both.y;
-  } else {
-    id.low = static_cast<const std::uint32_t*>(a.ids)[at];
-  }
-  return id;
+  return a.wide_ids ? raw_id(static_cast<const uint2*>(a.ids)[at]) : raw_id(static_cast<const std::uint32_t*>(a.ids)[at]);
 }
 __device__ inline bool is_bad(const DispatchArguments& a, const RawId& id) {
   const std::int64_t value = id.value(a.wide_ids);

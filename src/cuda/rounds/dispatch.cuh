@@ -69,17 +69,6 @@ __device__ inline void place_round(const DispatchArguments& a, std::uint32_t ste
   __syncwarp();
 }
 
-// Keeps a chunk in the plan, for the receive half, further dispatches and this one's combine.
-__device__ inline void keep_chunk(const DispatchArguments& a, const ChunkChoices& chunk, const PlannedChunk& planned) {
-  for (std::uint32_t at = threadIdx.x % 32; at < chunk.all; at += 32) {
-    const std::uint64_t to = std::uint64_t{chunk.first} * a.common.c.top_k + at;
-    a.plan.ids[to] = planned.id[at];
-    a.plan.index[to] = planned.index[at];
-    a.plan.token_rows[to] = planned.row[at];
-    if (a.weights != nullptr) a.plan.weights[to] = planned.weight[at];
-  }
-}
-
 // Keeps what sources have told of their rounds, by a warp of one thread block that has received all: peers tell of the set's next step while
 // this rank still sends. many: those that have told.
 __device__ inline void keep_rounds(const DispatchArguments& a, std::uint32_t step, std::uint64_t many) {

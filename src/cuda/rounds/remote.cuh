@@ -16,11 +16,9 @@ namespace pplx::cuda {
 
 // Total of a column of all chunks' counts.
 __device__ inline std::uint32_t total_of(const DispatchArguments& a, std::uint32_t column) {
-  std::uint32_t parts[kTotals], total = 0;
+  std::uint32_t total = 0;
 #pragma unroll
-  for (std::uint32_t i = 0; i < kTotals; ++i) parts[i] = __ldcg(a.chunk_counts.totals + i * chunk_columns(a.common.c) + column);
-#pragma unroll
-  for (std::uint32_t i = 0; i < kTotals; ++i) total += parts[i];
+  for (std::uint32_t i = 0; i < kTotals; ++i) total += __ldcg(a.chunk_counts.totals + i * chunk_columns(a.common.c) + column);
   return total;
 }
 

@@ -57,9 +57,8 @@ __device__ inline bool says_round(const Common& k, const void* word, std::uint32
 // The meaning of a word of a round: a row of it is here, all of a peer's is, or the peer has read.
 enum class Says { Row, Landed, Read };
 
-// Waits, by one thread. False: something failed.
-static __device__ __noinline__ bool await_round(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer,
-                                                std::uint32_t round, Says what) {
+static __device__ __noinline__ bool await_round_long(const Common& k, const void* word, Phase phase, std::uint32_t step,
+                                                     std::uint32_t peer, std::uint32_t round, Says what) {
   const bool exactly = what == Says::Row;
   const std::uint64_t expected = kRound | (what == Says::Read ? kToBeRead : 0) | round;
   const std::uint32_t longer = peer == k.c.rank ? 2 : what == Says::Read ? 1 : 0;
@@ -77,36 +76,28 @@ static __device__ __noinline__ bool await_round(const Common& k, const void* wor
   return true;
 }
 
-__device__ inline bool row_has_come(const Common& k, const char* word, Phase phase, std::uint32_t step, std::uint32_t peer, std::uint32_t round) {
-  const bool good = says_round(k, word, step, round, true) || await_round(k, word, phase, step, peer, round, Says::Row);
-  fuzz_delay(k, step);
+// Waits, by one thread. False: something failed.
+__device__ inline bool await_round(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer,
+                                   std::uint32_t round, Says what) {
+  const bool exactly = what == Says::Row;
+  const bool good = says_round(k, word, step, round, exactly) || await_round_long(k, word, phase, step, peer, round, what);
+  fuzz_delay(k, std::uint64_t{round} << 32 | step);
   return good;
 }
 
 // Waits, by one thread, until a remote peer's piece is here, whose rows have no words.
 __device__ inline bool piece_has_come(const Common& k, const PieceArguments& p, Phase phase, std::uint32_t step, Op op, std::uint32_t peer,
                                       std::uint32_t round) {
-  const std::uint64_t* const word = remote_word(k, p, RemoteWord::Landed, step, op, peer);
-  const bool good = says_round(k, word, step, round, false) || await_round(k, word, phase, step, peer, round, Says::Landed);
-  fuzz_delay(k, std::uint64_t{round} << 32 | step);
-  return good;
+  return await_round(k, remote_word(k, p, RemoteWord::Landed, step, op, peer), phase, step, peer, round, Says::Landed);
 }
 
-// Where it stands what a peer has read. Of a remote one, also what has left.
-__device__ inline const void* read_word(const Common& k, const PieceArguments& p, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t round) {
-  if (is_remote(k, peer)) return remote_word(k, p, RemoteWord::Room, step, op, peer);
-  return k.peers[k.c.rank] + k.heap.read_at(k.c, set_of(k.c, step), op, round, peer);
-}
-// True if a peer has read what lay where this round is to go.
-__device__ inline bool has_room(const Common& k, const PieceArguments& p, std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t round) {
-  return round < kPlaces || says_round(k, read_word(k, p, step, op, peer, round), step, round - kPlaces, false);
-}
+// Waits, by one thread, until a peer has read what lay where this round is to go. What lay there for a remote peer has left, too.
 __device__ inline bool await_room(const Common& k, const PieceArguments& p, Phase phase, std::uint32_t step, Op op, std::uint32_t peer,
                                   std::uint32_t round) {
-  const bool good = has_room(k, p, step, op, peer, round) ||
-                    await_round(k, read_word(k, p, step, op, peer, round), phase, step, peer, round - kPlaces, Says::Read);
-  fuzz_delay(k, std::uint64_t{round} << 32 | peer);
-  return good;
+  if (round < kPlaces) return true;
+  const void* const read = k.peers[k.c.rank] + k.heap.read_at(k.c, set_of(k.c, step), op, round, peer);
+  const void* const word = is_remote(k, peer) ? remote_word(k, p, RemoteWord::Room, step, op, peer) : read;
+  return await_round(k, word, phase, step, peer, round - kPlaces, Says::Read);
 }
 
 // A remote peer hears by its proxy; it is told of nothing that it does not wait for, nor of a piece that it has yet to send: this rank may be
@@ -191,15 +182,14 @@ class Rounds {
         uint4 vec16;
         good = await_round_begin(k_, p_, phase_, step_, source, 0, vec16) && good;
         rounds = good ? vec16.y : 0;
-        if (good && (rounds == 0 || rounds > p_.most)) good = refuse(source, p_.most, rounds);
+        if (good && (rounds == 0 || rounds > p_.most)) good = blame(k_, phase_, step_, source, p_.most, rounds);
       }
       of_source_[i] = rounds;
       most = max(most, rounds);
     }
     all_ = __reduce_max_sync(~0u, most);
     end_ = min(end, all_);
-    round_ = begin;
-    opened_ = false;
+    round_ = begin - 1;
     return all_of_warp(good);
   }
   __device__ std::uint32_t all() const { return all_; }
@@ -208,20 +198,12 @@ class Rounds {
 
   // The nth unit from the first wanted round on; a warp asks for ever later ones. Each round has some. False: none, or a failure.
   __device__ bool find(std::uint32_t n, RoundRun& run) {
-    while (!opened_ || n - base_ >= units_) {
-      if (opened_) {
-        base_ += units_;
-        ++round_;
-      }
-      opened_ = true;
-      if (round_ >= end_) {
-        units_ = 0;
-        return false;
-      }
-      if (!load(round_)) {
-        failed_ = true;
-        return false;
-      }
+    while (n - base_ >= units_) {
+      base_ += units_;
+      units_ = 0;
+      if (++round_ >= end_) return false;
+      failed_ = !load(round_);
+      if (failed_) return false;
       units_ = max(1u, headers_ + RowRuns(k_, rows_.begin, k_.living, most_rows_).all());
     }
     n -= base_;
@@ -255,10 +237,6 @@ class Rounds {
     begin = vec16.x;
     return good;
   }
-  __device__ bool refuse(std::uint32_t source, std::uint32_t expected, std::uint32_t seen) const {
-    fail(k_, {AbortReason::Protocol, phase_, k_.c.rank, source, step_}, expected, seen);
-    return false;
-  }
 
   __device__ bool load(std::uint32_t round) {
     __syncwarp();
@@ -276,7 +254,7 @@ class Rounds {
         if (good && round != 0) good = load_begin(source, round, first);
         if (good && round + 1 < of_source_[i]) good = load_begin(source, round + 1, end);
         n = end - first;
-        if (good && (first > end || end > rows || n > p_.tokens)) good = refuse(source, p_.tokens, n);
+        if (good && (first > end || end > rows || n > p_.tokens)) good = blame(k_, phase_, step_, source, p_.tokens, n);
         if (!good) n = 0;
       }
       std::uint32_t all = 0;
@@ -303,7 +281,7 @@ class Rounds {
   std::uint32_t of_source_[kSourcesOfLane] = {};  // rounds of sources lane and lane + 32; 0: there is no such source
   std::uint32_t all_ = 1, end_ = 0;
   std::uint32_t round_ = 0, base_ = 0, units_ = 0;  // that was loaded last; units before its first, and its own
-  bool opened_ = false, failed_ = false;
+  bool failed_ = false;
 };
 
 }  // namespace pplx::cuda
