@@ -215,12 +215,6 @@ class Config:
         The least slot_bytes for steps that never go in pieces.
         """
     @property
-    def lent(self) -> int:
-        ...
-    @lent.setter
-    def lent(self, arg0: int) -> None:
-        ...
-    @property
     def local_experts(self) -> int:
         ...
     @property

@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import pplx_comm._core
 import typing
-__all__: list[str] = ['Exchange', 'ExpertOutputs', 'HostHeap', 'Launch', 'Outputs', 'PlanLayout', 'Result', 'SharedMemory', 'StreamEvent', 'Tokens', 'clear', 'device_count', 'driver_version', 'fetches_rows', 'gdrcopy_refusal', 'large_tokens', 'leave_blank', 'output_layout', 'pci_address', 'plan_layout', 'runtime_version', 'write_ordering']
+__all__: list[str] = ['Exchange', 'ExpertOutputs', 'HostHeap', 'Launch', 'Outputs', 'PlanLayout', 'Result', 'SharedMemory', 'StreamEvent', 'Tokens', 'clear', 'device_count', 'driver_version', 'gdrcopy_refusal', 'large_tokens', 'leave_blank', 'output_layout', 'pci_address', 'plan_layout', 'runtime_version', 'write_ordering']
 class Launch:
     """
     The halves to launch and their stream; addresses of the plan and of the dispatch's results.
@@ -121,10 +121,6 @@ class Exchange:
         """
     def fail(self, reason: str, origin: int, peer: int, step: int, message: str) -> None:
         ...
-    def made_at(self, buffer: int) -> int:
-        """
-        Offset in `memory` of a buffer that peers fetch from.
-        """
     def name_networks(self, by_peer: collections.abc.Sequence[str]) -> None:
         ...
     def peer_busy(self, peer: int, busy: bool) -> None:
@@ -174,7 +170,7 @@ class Exchange:
     @property
     def memory(self) -> SharedMemory:
         """
-        Memory that peers write into, and fetch from.
+        Memory that peers write into.
         """
     @property
     def open_steps(self) -> int:
@@ -208,10 +204,6 @@ def device_count() -> int:
 def driver_version() -> int:
     """
     The CUDA version of the driver (13000 is 13.0); 0 without one.
-    """
-def fetches_rows(config: pplx_comm._core.Config, device: int, num_sms: int) -> bool:
-    """
-    True if combines of many tokens fetch rows from lent memory. num_sms: 0: all.
     """
 def gdrcopy_refusal(device: int) -> str | None:
     """

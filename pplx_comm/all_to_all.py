@@ -67,11 +67,6 @@ class AllToAll:
         rows do not fit, those of more rows than fit go in pieces; steps of up to 256 tokens a rank never do. Then inputs must
         stay unchanged until the receive half returns, and all ranks make their receive calls in the same order, each kind in the
         order of the steps. On a GPU replicas need whole blocks. None: no limit.
-    lent_outputs: with device="cuda" and Compact(), up to this number of live dispatches get a peer-readable d.expert_out. In a
-        combine of many tokens on few multiprocessors (num_sms=, alike on all ranks), peers fetch what experts have written there,
-        without another copy; where experts write elsewhere, it is slower than without lent_outputs. A reference to d, d.expert_out
-        or a view of it keeps that memory; where none is free, a dispatch has none. Graphs keep what they were captured with, and
-        may have it in common.
     hooks: dispatches have d.planned and d.arrived, for kernels that begin on rows before all have come, and take expert_groups=.
         On a GPU that costs a small launch per dispatch, and its kernels leave 4 multiprocessors free.
     num_sms: limits the grid of CUDA kernels; for the CPU device PPLX_COMM_THREADS limits the threads. AllToAlls on streams that
@@ -109,7 +104,6 @@ class AllToAll:
         in_flight: int = 1,
         replicas: int = 1,
         slot_bytes: int | None = None,
-        lent_outputs: int = 0,
         num_sms: int | None = None,
         hooks: bool = False,
         timeout: float = 100.0,
@@ -122,7 +116,7 @@ class AllToAll:
             num_experts=num_experts, top_k=top_k, hidden=hidden, max_tokens_per_rank=max_tokens_per_rank, dtype=dtype, wire=wire,
             layout=Ragged() if layout is None else layout, device=device, transport=transport, provider=provider, nics=nics,
             proxy_threads=proxy_threads, node_size=node_size, dedup=dedup, combine_wire=combine_wire, in_flight=in_flight,
-            replicas=replicas, slot_bytes=slot_bytes, lent_outputs=lent_outputs, num_sms=num_sms, hooks=hooks,
+            replicas=replicas, slot_bytes=slot_bytes, num_sms=num_sms, hooks=hooks,
             timeout=timeout, scale_layout=scale_layout, placement=placement, first_step=self._first_step,
             symmetric_memory=symmetric_memory,
         )  # fmt: skip
@@ -267,7 +261,7 @@ class AllToAll:
         out: torch.Tensor | None = None,
         accumulate: bool = False,
     ) -> Combining:
-        """The send half of combine. When it returns, expert_out may be overwritten, but for d.expert_out; with slot_bytes, after
+        """The send half of combine. When it returns, expert_out may be overwritten; with slot_bytes, after
         combine_recv."""
         if self._graph.wanted(expert_out, weights, tail, out) or isinstance(d, GraphDispatched):
             self._graph.refuse("combine_send")
@@ -315,7 +309,6 @@ class AllToAll:
         dispatch_send_seconds, dispatch_recv_seconds, combine_send_seconds, combine_recv_seconds: only on CPUs.
         large_tokens: steps of this many tokens or more take the large kernels; only on GPUs.
         large_dispatches, large_combines: launches of large kernels; only on GPUs.
-        lent_dispatches: those that had memory of lent_outputs=; only on GPUs.
         """
         return self._steps.stats()
 
@@ -343,7 +336,6 @@ class AllToAll:
         in_flight: int = 1,
         replicas: int = 1,
         slot_bytes: int | None = None,
-        lent_outputs: int = 0,
         remote_peers: int = 0,
         dedup: str = "rank",
         device: str = "cpu",
@@ -354,10 +346,9 @@ class AllToAll:
             world_size, 0, num_experts=num_experts, top_k=top_k, hidden=hidden,
             max_tokens_per_rank=max_tokens_per_rank, dtype=dtype, wire=wire,
             layout=Ragged() if layout is None else layout, in_flight=in_flight, scale_layout="row",
-            replicas=replicas, slot_bytes=slot_bytes, dedup=dedup, lent_outputs=lent_outputs,
+            replicas=replicas, slot_bytes=slot_bytes, dedup=dedup,
             on_gpu=device == "cuda",
         )  # fmt: skip
-        c.lent = lent_outputs
         c.remote_peers = c.remote_slots = integer("remote_peers", remote_peers, 0, world_size - 1)
         if dedup == "node" and remote_peers:
             c.node_ranks = world_size - remote_peers

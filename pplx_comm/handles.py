@@ -82,10 +82,6 @@ class Dispatched:
     """Compact: float32 [rows, top_k], 0 where topk_ids is -1."""
     num_rows: torch.Tensor | None
     """Compact: int32 [1]: the number of valid rows."""
-    expert_out: torch.Tensor | None = None
-    """With lent_outputs=, of a whole dispatch on a GPU that was lent memory: shaped like x, in the AllToAll's dtype. Where experts
-    write there, peers may fetch their rows from it in combine(d.expert_out, d), so it must stay as it is afterwards. Else None,
-    as `out=` of many functions takes it."""
     plan: Plan
     """The routing of the tokens that this rank sent."""
     step: int

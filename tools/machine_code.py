@@ -85,15 +85,12 @@ BOUNDS: dict[str, Sizes] = {
     "large::dispatch<AsIs, true, true>": Sizes(347136, 128, 176, 80, 52),
     "large::combine<Float32, SumsOfRows>": Sizes(101376, 88, 80, 0, 0),
     "large::combine<Float32, Copies>": Sizes(86016, 149, 80, 0, 0),
-    "large::combine<Float32, Offers>": Sizes(87040, 147, 96, 0, 0),
     "large::combine<Float32, SumsWithExtras>": Sizes(230400, 124, 128, 0, 0),
     "large::combine<Float16, SumsOfRows>": Sizes(109568, 96, 112, 80, 80),
     "large::combine<Float16, Copies>": Sizes(98304, 168, 80, 0, 0),
-    "large::combine<Float16, Offers>": Sizes(103424, 168, 96, 0, 0),
     "large::combine<Float16, SumsWithExtras>": Sizes(244736, 168, 128, 0, 0),
     "large::combine<BFloat16, SumsOfRows>": Sizes(109568, 96, 112, 80, 80),
     "large::combine<BFloat16, Copies>": Sizes(98304, 168, 80, 0, 0),
-    "large::combine<BFloat16, Offers>": Sizes(103424, 168, 96, 0, 0),
     "large::combine<BFloat16, SumsWithExtras>": Sizes(244736, 168, 128, 0, 0),
 }
 

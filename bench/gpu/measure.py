@@ -40,7 +40,6 @@ from bench.harness.writes import Writes, nodes_of, remote_ranks
 from pplx_comm.all_to_all import AllToAll
 from pplx_comm.communicator import Communicator
 from pplx_comm.errors import Error
-from pplx_comm.handles import Dispatched
 
 T = TypeVar("T")
 Launch = Callable[[int | None], None]
@@ -124,10 +123,8 @@ class Size:
             row = torch.randn(first.shape[-1:], generator=generator).to(at, first.dtype)
             self._outputs.append(row.expand(first.shape).clone())
 
-    def answers(self, i: int, d: Dispatched | None = None) -> torch.Tensor:
-        """Returns the experts' answers to input i. Where experts may write memory that peers fetch, its contents serve."""
-        if d is not None and d.expert_out is not None:
-            return d.expert_out
+    def answers(self, i: int) -> torch.Tensor:
+        """Returns the experts' answers to input i."""
         return self._outputs[i % len(self._outputs)]
 
     def open(self, comm: Communicator, transport: Transport, num_sms: int | None, in_flight: int = 1) -> AllToAll:
@@ -136,7 +133,7 @@ class Size:
             comm, num_experts=o.experts, top_k=o.top_k, hidden=o.hidden, max_tokens_per_rank=self._shape.tokens,
             dtype=o.dtype, wire=o.wire, layout=self._shape.layout, device=self._device.device, transport=transport.transport,
             provider=transport.provider, node_size=transport.node_size, dedup=transport.dedup, timeout=o.timeout,
-            num_sms=num_sms, in_flight=in_flight, slot_bytes=o.slot_bytes, lent_outputs=o.lent_outputs,
+            num_sms=num_sms, in_flight=in_flight, slot_bytes=o.slot_bytes,
         )  # fmt: skip
 
     def measure(self, peers: list[GpuPeer], results: Results) -> None:
@@ -268,7 +265,7 @@ class Size:
     def pairs(self, a2a: AllToAll) -> None:
         for i, (x, ids, weights) in enumerate(zip(self.x, self.ids, self.weights, strict=True)):
             d = a2a.dispatch(x, ids, weights)
-            a2a.combine(self.answers(i, d), d)
+            a2a.combine(self.answers(i), d)
 
     def _pairs_in_halves(self, a2a: AllToAll) -> None:
         for i, (x, ids, weights) in enumerate(zip(self.x, self.ids, self.weights, strict=True)):
@@ -279,8 +276,7 @@ class Size:
         batch: Batch = self._batches[0]
         checks = Checks(batch, self._source.table, self._notes)
         d = a2a.dispatch(self.x[0], self.ids[0], self.weights[0])
-        answers = self._outputs[0]
-        y = a2a.combine(answers if d.expert_out is None else d.expert_out[: len(answers)].copy_(answers), d)
+        y = a2a.combine(self._outputs[0], d)
         assert isinstance(y, torch.Tensor)
         here = {name: None if (t := getattr(d, name)) is None else t.cpu() for name in _TENSORS}
         checks.dispatched("mapped", SimpleNamespace(**here))  # type: ignore[arg-type]
@@ -361,7 +357,7 @@ class Size:
         for i, (x, ids, weights) in enumerate(zip(self.x, self.ids, self.weights, strict=True)):
             d = a2a.dispatch(x, ids, weights)
             between = now()
-            a2a.combine(self.answers(i, d), d)
+            a2a.combine(self.answers(i), d)
             after = now()
             dispatch, combine, before = dispatch + between - before, combine + after - between, after
         return dispatch * 1e6 / len(self.x), combine * 1e6 / len(self.x)

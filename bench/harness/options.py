@@ -55,7 +55,6 @@ class Options:
     """Multiprocessors that a launch may take, one setting after the other; None: all."""
     schedules: tuple[str, ...]
     slot_bytes: int | None
-    lent_outputs: int
     timeout: float
     json: str | None
     plot: str | None
@@ -157,10 +156,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--schedules", type=_schedules, default=SCHEDULES[:1], metavar="ORDER:WAY,...",
         help=f"schedules of the floor inside a node, which is the fastest one's; all of them in a table: all ({SCHEDULES[0]})",
     )  # fmt: skip
-    cuda.add_argument(
-        "--lent-outputs", type=int, default=0, metavar="N",
-        help="Compact: dispatches that may have peer-readable memory for experts at a time (0); a graph keeps two",
-    )  # fmt: skip
 
     out = parser.add_argument_group("output")
     out.add_argument("--json", metavar="FILE", help="everything that was measured, with the machine and the command")
@@ -202,7 +197,6 @@ def from_arguments(arguments: argparse.Namespace) -> Options:
         num_sms=arguments.num_sms,
         schedules=arguments.schedules,
         slot_bytes=arguments.slot_bytes,
-        lent_outputs=arguments.lent_outputs,
         timeout=arguments.timeout,
         json=arguments.json,
         plot=arguments.plot,

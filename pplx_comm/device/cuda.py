@@ -11,7 +11,6 @@ import torch
 import pplx_comm._core as _core
 from pplx_comm.device.arguments import Returned, Sent
 from pplx_comm.device.checks import Checks
-from pplx_comm.device.lent import Lender, Lent, LentMemory
 from pplx_comm.device.parts import Tickets, parts_of
 from pplx_comm.device.session import Session
 from pplx_comm.errors import Error
@@ -138,9 +137,6 @@ class Cuda:
         self._scale_size = session.wire.scale_dtype.itemsize
         self._known: dict[Any, Any] = {}
         self._hooks = _core.hook_layout(config) if session.request.hooks else None
-        # With hooks or in pieces rows leave by kernels that fetch nothing.
-        self._lends = bool(config.lent) and self._hooks is None and not self._in_pieces
-        self._lender = Lender([self._lent(buffer) for buffer in range(config.lent if self._lends else 0)], config.in_flight)
         if self._hooks is not None:
             self.core.use_hooks()
         optional = ("scale", "offsets", "weights", "topk_ids", "topk_weights", "num_rows")
@@ -164,7 +160,7 @@ class Cuda:
         core = self.core
         return {
             "steps": core.steps, "large_tokens": core.large_tokens, "large_dispatches": core.large_dispatches,
-            "large_combines": core.large_combines, "lent_dispatches": self._lender.lent,
+            "large_combines": core.large_combines,
         }  # fmt: skip
 
     def end_calls(self) -> None:
@@ -233,29 +229,18 @@ class Cuda:
                 d.inputs = given, x, weights, x_scale
         if plan is None and weights is not None:
             d.weighted = True
-        if self._lends or self._hooks is not None:
-            return self._dispatch_with(halves, d, given)
-        launch = self._make_launch(stream=raw_stream(self._index), halves=halves, plan=d.plan_at, buffer=d.at)
-        d.step = self.core.dispatch(launch, given)
-        return d
-
-    def _dispatch_with(self, halves: int, d: DeviceDispatched, given: _cuda.Tokens) -> Dispatched:
-        """With hooks, or with memory to lend."""
         if self._hooks is not None:
             d.hooks = self._cleared_hooks()
-        lent = None
-        if self._lends and halves == _core.BOTH:
-            lent = self._lender.lend(raw_stream(self._index), capturing())
-        d.step = self.core.dispatch(self._hooked_launch(halves, d), given)
-        d.expert_out = None if lent is None else lent.tensor()
-        self._lender.dispatches += 1
+            d.step = self.core.dispatch(self._hooked_launch(halves, d), given)
+            return d
+        launch = self._make_launch(stream=raw_stream(self._index), halves=halves, plan=d.plan_at, buffer=d.at)
+        d.step = self.core.dispatch(launch, given)
         return d
 
     def _dispatch_apart(self, halves: int, d: DeviceDispatched, given: _cuda.Tokens, rows: dict[str, torch.Tensor]) -> Dispatched:
         d.received = bool(halves & _core.RECV)
         d.step = self.core.dispatch(self._launch(halves, d), given, self._addresses(rows))
         d.__dict__.update(rows)
-        self._lender.dispatches += 1
         return d
 
     def plan_of(self, d: DeviceDispatched) -> DevicePlan:
@@ -278,11 +263,6 @@ class Cuda:
         return self._make_outputs(
             x=rows["x"].data_ptr(), scales=0 if scale is None else scale.data_ptr(), weights=rows[self._weights].data_ptr()
         )
-
-    def _lent(self, buffer: int) -> Lent:
-        shape = self.parts["x"].shape
-        memory = LentMemory(self.core.memory, self.core.made_at(buffer), math.prod(shape) * self._dtype.itemsize)
-        return Lent(memory.tensor(self._device).view(self._dtype).view(shape))
 
     def _launch(self, halves: int, d: DeviceDispatched) -> _cuda.Launch:
         return self._make_launch(stream=raw_stream(self._index), halves=halves, plan=d.plan_at, buffer=d.at)

@@ -60,7 +60,6 @@ def make_config(
     replicas: int = 1,
     slot_bytes: int | None = None,
     dedup: str = "rank",
-    lent_outputs: int = 0,
     first_step: int = 1,
     on_gpu: bool = False,
 ) -> _core.Config:
@@ -111,11 +110,6 @@ def make_config(
                 f"replicas={replicas} with device='cuda' needs whole blocks, and slot_bytes={slot_bytes} cuts them in pieces: "
                 f"give slot_bytes at least {c.whole_slot_bytes}, or leave it out"
             )
-    integer("lent_outputs", lent_outputs, 0, 64)
-    if lent_outputs and not isinstance(layout, Compact):
-        raise Error(f"lent_outputs={lent_outputs} is for layout=pc.Compact(): in other layouts a row has several places")
-    if on_gpu:
-        c.lent = lent_outputs
     return c
 
 
@@ -190,7 +184,6 @@ class Arguments:
     in_flight: int
     replicas: int
     slot_bytes: int | None
-    lent_outputs: int
     num_sms: int | None
     hooks: bool
     timeout: float
@@ -213,7 +206,7 @@ class Arguments:
                 world_size, rank, num_experts=self.num_experts, top_k=self.top_k, hidden=self.hidden,
                 max_tokens_per_rank=self.max_tokens_per_rank, dtype=self.dtype, wire=self.wire, layout=self.layout,
                 in_flight=self.in_flight, scale_layout=self.scale_layout, replicas=self.replicas, slot_bytes=self.slot_bytes,
-                dedup=self.dedup, lent_outputs=self.lent_outputs, first_step=self.first_step, on_gpu=where.type == "cuda",
+                dedup=self.dedup, first_step=self.first_step, on_gpu=where.type == "cuda",
             )  # fmt: skip
             if where.type == "cuda":
                 whole = self.transport == "nvshmem" and self.in_flight > nvshmem.MOST_IN_FLIGHT_WITH_PARTS
@@ -265,7 +258,7 @@ class Arguments:
             "transport": self.transport, "device": where.type, "provider": self.provider, "proxy_threads": self.proxy_threads,
             "node_size": self.node_size, "dedup": self.dedup, "combine_wire": self.combine_wire,
             "in_flight": self.in_flight, "replicas": self.replicas, "slot_bytes": self.slot_bytes,
-            "lent_outputs": self.lent_outputs, "timeout": self.timeout,
+            "timeout": self.timeout,
             "scale_layout": self.scale_layout, "first_step": config.first_step, "PPLX_COMM_LARGE_TOKENS": settings.large_tokens,
             "PPLX_COMM_PART_BYTES": settings.part_bytes,
         })  # fmt: skip

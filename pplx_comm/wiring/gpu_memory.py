@@ -112,14 +112,12 @@ def _map_heaps(
     own = attempts.run(lambda: _allocate(config, kernels, gpu, f"the blocks of an AllToAll on rank {control.rank}"))
     described = attempts.run(lambda: describe(own))  # type: ignore[arg-type]
     many = attempts.run(lambda: request.settings.large_tokens or kernels.large_tokens(config, gpu, request.num_sms))
-    fetches = attempts.run(lambda: kernels.fetches_rows(config, gpu, request.num_sms))
     with contextlib.ExitStack() as held:
         fds = attempts.run(lambda: [own.descriptor()] if own.has_descriptor else [])  # type: ignore[union-attr]
         held.callback(close_all, fds or [])
-        mine = {"error": attempts.error, "memory": described, "large_tokens": many, "fetches": fetches}
+        mine = {"error": attempts.error, "memory": described, "large_tokens": many}
         answers = agree(control, "AllToAll: memory", mine, timeout)
         large_tokens = max(answer["large_tokens"] for answer in answers if answer is not None)
-        _check_fetches(config, [answer["fetches"] for answer in answers if answer is not None])
         descriptions = {rank: answers[rank]["memory"] for rank in peers.mapped}  # type: ignore[index]
         opened = attempts.run(lambda: _open_all(control, kernels, fds or [], gpu, descriptions))
     # The rank is text: JSON has no other keys.
@@ -129,14 +127,6 @@ def _map_heaps(
     apart = {(a, int(b)): why for a, answer in enumerate(answers) if answer is not None for b, why in answer["refused"].items()}
     _check_apart(request, apart)
     return Heaps(own, opened.heaps), apart, large_tokens
-
-
-def _check_fetches(config: _core.Config, fetches: list[bool]) -> None:
-    if any(fetches) and not all(fetches):
-        raise Error(
-            f"lent_outputs={config.lent}: peers fetch the rows of rank {fetches.index(True)}, and rank {fetches.index(False)} "
-            "stores them, since its num_sms is larger: give all ranks the same num_sms="
-        )
 
 
 def _allocate(config: _core.Config, kernels: Any, gpu: int, what: str) -> _cuda.SharedMemory:

@@ -49,7 +49,6 @@ void bind_config_struct(py::module_& m) {
       .def_readwrite("max_rows", &Config::max_rows)
       .def_readwrite("max_per_expert", &Config::max_per_expert)
       .def_readwrite("slot_bytes", &Config::slot_bytes)
-      .def_readwrite("lent", &Config::lent)
       .def_readwrite("part_bytes", &Config::part_bytes)
       .def_readwrite("whole_tokens", &Config::whole_tokens)
       .def_readwrite("remote_peers", &Config::remote_peers)

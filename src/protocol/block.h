@@ -32,7 +32,6 @@ enum BlockFlags : std::uint32_t {
   kOverflowed = 4,     // combine: this rank's output buffer was too small, its missing rows came back as zero
   kHasTail = 8,        // combine: this rank passed tail=
   kAccumulates = 16,   // slice: this rank passed accumulate=True
-  kOffered = 32,       // combine: the peer fetches its rows itself, from where this rank says
 };
 
 struct BlockHeader {

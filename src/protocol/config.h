@@ -41,7 +41,6 @@ struct Config {
   std::uint64_t slot_bytes = 0;        // the most for dispatch and combine blocks of a set; beyond it blocks go in pieces. 0: no limit
   std::uint32_t whole_tokens = 256;    // steps of up to this number of tokens a rank never go in pieces
   std::uint32_t part_bytes = 0;        // on GPUs: blocks for other nodes leave in parts that are not smaller, but for the last. 0: whole
-  std::uint32_t lent = 0;              // on GPUs, Compact: buffers of the heap for what experts make, which peers fetch
   std::uint32_t remote_peers = 0;      // how many peers the proxy carries to (sizes the send area only)
   std::uint32_t mapped_first = 0, mapped_slots = 0;   // on GPUs: ranks of one node, and some between. 0 slots: all ranks
   std::uint32_t remote_slots = 0;      // on GPUs: the most remote peers of any rank. 0: all ranks

@@ -2,10 +2,10 @@
 // same on every rank; what only this rank and its proxy touch follows.
 //
 //   aborts | arrival[set][signal][peer] | turns | pieces[set][op][peer] | consumed[set][op][peer] | counts[set][s], rounds[set][s] | recv[set][s] | back[set][d] |
-//   weights[set][s] | slices[set][replica] | offers[set][peer] | made[buffer] ||
+//   weights[set][s] | slices[set][replica] ||
 //   mailbox | credits | outgoing | sent | left, rows in pieces | send areas
 //
-// On GPUs there are two memories, which begin with the same words: what mapped peers write into, up to made, and what the proxy
+// On GPUs there are two memories, which begin with the same words: what mapped peers write into, up to slices, and what the proxy
 // moves: slots for remote peers alone, then what follows the bars. On CPUs with node_ranks the proxy moves a RailArea (nodes.h).
 //
 // The words are explained in abort.h, arrival.h (arrival, counts), pieces.h (pieces, consumed, rounds, left) and mailbox.h
@@ -48,8 +48,6 @@ struct Heap {
   std::uint64_t place_bytes[kOps] = {}; // only in an AllToAll in pieces
   std::uint64_t slices = 0;              // blocks [in_flight][replicas]; none without replicas
   std::uint64_t slice_bytes = 0;        // size of one
-  std::uint64_t offers = 0;             // vec16s [in_flight][world]: where in its heap a peer has this rank's first row of a combine
-  std::uint64_t made = 0, made_bytes = 0;  // experts' outputs, [lent]; bytes of one
   std::uint64_t mailbox = 0;            // u64 [in_flight][kOps][world], then credits [in_flight][kPieceOps][world]
   std::uint64_t outgoing = 0;           // u64 [in_flight][kOps][world]: where the announced block starts in this heap
   std::uint64_t sent = 0;               // u64 [in_flight][kOps][world]: arrival_word of the last block that left for good
@@ -117,14 +115,6 @@ struct Heap {
   }
   constexpr std::uint64_t slice_at(const Config& c, std::uint32_t set, std::uint32_t rank) const {
     return slices + slice_bytes * (std::uint64_t{set} * c.replicas + rank % c.replicas);
-  }
-  constexpr std::uint64_t offer_at(const Config& c, std::uint32_t set, std::uint32_t peer) const {
-    return offers + std::uint64_t{kVec16Bytes} * (std::uint64_t{set} * c.world + peer);
-  }
-  constexpr std::uint64_t made_at(std::uint32_t buffer) const { return made + made_bytes * buffer; }
-  // True if `bytes` bytes of rows from there on are in one buffer. A copy takes sixteen bytes at least.
-  constexpr bool has_made(const Config& c, std::uint64_t at, std::uint64_t bytes) const {
-    return at >= made && at < made_at(c.lent) && at % kVec16Bytes == 0 && (at - made) % made_bytes + bytes <= made_bytes;
   }
   constexpr std::uint64_t word_index(const Config& c, std::uint32_t set, Op op, std::uint32_t peer) const {
     return (std::uint64_t{set} * kOps + std::uint32_t(op)) * c.world + peer;

@@ -48,12 +48,6 @@ constexpr Heap heap_of(const Config& c) {
     h.slice_bytes = align_up(combine_block(c).bytes(max_rows_of_block(c)), block_alignment(c));
     at = align_up(at + h.slice_bytes * c.in_flight * c.replicas, page);
   }
-  if (c.lent != 0) {
-    h.offers = at;
-    h.made = align_up(h.offers + std::uint64_t{kVec16Bytes} * c.in_flight * c.world, page);
-    h.made_bytes = align_up(std::uint64_t{c.max_rows} * c.hidden * dtype_bytes(c.dtype), page);
-    at = h.made_at(c.lent);
-  }
   h.mapped_bytes = at;
   if (c.on_gpu) at = words_end;
   for (std::uint32_t op = 0; c.on_gpu && op < kOps; ++op) {

@@ -351,26 +351,6 @@ void check_largest_step() {
   CHECK(invalid(c) != nullptr);
 }
 
-// Rows that a peer offers lie in one of its buffers, whole, and begin where a copy can.
-void check_made(check::Random& random) {
-  Config c = random_config(random);
-  c.layout = LayoutKind::Compact;
-  c.max_rows = c.world * c.max_tokens;
-  c.lent = 0;
-  CHECK(!heap_of(c).has_made(c, heap_of(c).made, 0));
-  c.lent = static_cast<std::uint32_t>(random.integer(1, 4));
-  const Heap heap = heap_of(c);
-  const std::uint64_t bytes = std::uint64_t{kVec16Bytes} * random.integer(2, static_cast<int>(heap.made_bytes / kVec16Bytes));
-  for (std::uint32_t buffer = 0; buffer < c.lent; ++buffer) {
-    const std::uint64_t begin = heap.made_at(buffer), end = begin + heap.made_bytes;
-    CHECK(heap.has_made(c, begin, bytes) && heap.has_made(c, end - bytes, bytes) && heap.has_made(c, begin, heap.made_bytes));
-    CHECK(!heap.has_made(c, end - bytes + kVec16Bytes, bytes) && !heap.has_made(c, begin, heap.made_bytes + 1) &&
-          !heap.has_made(c, begin + 8, 0));
-  }
-  for (const std::uint64_t outside : {std::uint64_t{0}, heap.made - kVec16Bytes, heap.made_at(c.lent), ~std::uint64_t{0} - 15})
-    CHECK(!heap.has_made(c, outside, 0));
-}
-
 }  // namespace
 
 int main() {
@@ -387,6 +367,5 @@ int main() {
   for (int i = 0; i < 2000; ++i) check_replicas(random);
   for (int i = 0; i < 1000; ++i) check_rails(random);
   for (int i = 0; i < 1000; ++i) check_rail_area(random);
-  for (int i = 0; i < 2000; ++i) check_made(random);
   check_largest_step();
 }

@@ -19,7 +19,6 @@ import chaos_cases
 import copies
 import failure_cases
 import gpu_cases
-import lent_cases
 import open_step_cases
 import outcomes
 import pieces_cases
@@ -32,7 +31,7 @@ from cases import in_pieces as in_pieces_of
 
 import bench
 from pplx_comm import _core, all_to_all
-from pplx_comm.device import cuda, lent
+from pplx_comm.device import cuda
 from pplx_comm.device.session import Session
 from pplx_comm.device.steps import Steps
 from pplx_comm.gpus import cuda_module
@@ -110,10 +109,6 @@ def _waiting(launch: Any, streams: EmulatedStreams) -> Any:
         return result
 
     return waited
-
-
-def _tensor_at(address: int, nbytes: int) -> torch.Tensor:
-    return torch.frombuffer((ctypes.c_uint8 * nbytes).from_address(address), dtype=torch.uint8)
 
 
 def _checking(call: Any, streams: EmulatedStreams) -> Any:
@@ -224,7 +219,6 @@ def use(module: str) -> None:
         setattr(Steps, name, _checking(getattr(Steps, name), streams))
     setattr(cuda, "raw_stream", lambda device: streams.current)  # noqa: B010
     setattr(cuda, "capturing", lambda: streams.capturing)  # noqa: B010
-    setattr(lent.LentMemory, "tensor", lambda memory, device: _tensor_at(*memory.at))  # noqa: B010
     setattr(open_step_cases, "streams", streams)  # noqa: B010
     setattr(open_step_cases, "gpu_of", lambda me: "cuda")  # noqa: B010
     setattr(gpu_cases, "gpu_of", lambda me: torch.device("cpu"))  # noqa: B010
@@ -236,7 +230,7 @@ def use(module: str) -> None:
     setattr(copies, "reserve", lambda: None)  # noqa: B010
     setattr(gpu_cases, "settle", lambda *_: _synchronize())  # noqa: B010
     setattr(gpu_cases, "exchange", rank_cases.exchange)  # noqa: B010
-    users = (rank_cases, failure_cases, chaos_cases, pieces_cases, training_cases, gpu_cases, placement_cases, lent_cases)
+    users = (rank_cases, failure_cases, chaos_cases, pieces_cases, training_cases, gpu_cases, placement_cases)
     for user in users:
         user.open_all_to_all = _open
 

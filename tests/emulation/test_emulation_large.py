@@ -11,7 +11,6 @@ from emulation_cases import LARGE, ON_X86_64, case_of, module, numbers, run_refu
 from harness import Crew, seed
 from open_step_cases import small_case
 
-import pplx_comm as pc
 
 pytestmark = [ON_X86_64, pytest.mark.slow]
 
@@ -102,8 +101,8 @@ def test_large_steps_of_compact_rows(world: int, room: int) -> None:
 
 
 @pytest.mark.parametrize(("world", "room", "many"), [(1, 7, 1), (2, 1, 1), (2, 7, 30), (4, 2, 12), (4, 7, 1), (9, 7, 5)])
-def test_rows_that_peers_fetch(world: int, room: int, many: int) -> None:
-    """Some of what experts make lies in the library's own memory. Rows of several parts, and of ranks with few tokens, among them."""
+def test_rows_of_several_parts(world: int, room: int, many: int) -> None:
+    """Rows of several parts are copied, among those of ranks with few tokens."""
     environment = {"PPLX_COMM_LARGE_TOKENS": str(many), "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}
     with Crew(world, environment) as crew:
         cases = [("fp8", "row", 64, 150), ("native", "row", 64, 90), ("mxfp8", "tma", 320, 60), ("fp8", "tma", 20480, 20)]
@@ -111,23 +110,8 @@ def test_rows_that_peers_fetch(world: int, room: int, many: int) -> None:
             case = Case(
                 seed() + number, world, num_experts=2 * world + 1, top_k=3, hidden=hidden, max_tokens=tokens if world < 9 else 20,
                 wire=wire, scale_layout=scale_layout, layout="compact", crowd="uneven", steps=4, in_flight=1 + number % 2,
-                lent_outputs=(2, 1, 1, 3)[number],
             )  # fmt: skip
             crew.run("emulated:call", module(), "rank_cases:exchange", case, timeout=200)
-
-
-def test_ranks_of_which_one_would_fetch_are_refused() -> None:
-    with Crew(2, {"PPLX_EMULATION_SMS": "64"}) as crew:
-        usual = {"device": "cuda", "lent_outputs": 1, "layout": pc.Compact()}
-        for r in crew.run("emulated:call", module(), "misuse_cases:construct", usual, {1: {"num_sms": 8}}, {}):
-            assert r.get("is_error") and not r["is_peer"], r
-            assert "lent_outputs=1: peers fetch the rows of rank 1, and rank 0 stores them" in r["message"], r
-
-
-def test_memory_that_is_lent_and_held() -> None:
-    with Crew(2, LARGE) as crew:
-        case = Case(seed(), 2, num_experts=5, top_k=3, hidden=64, max_tokens=40, wire="fp8", layout="compact", crowd="full")
-        crew.run("emulated:call", module(), "lent_cases:held_as_long_as_wanted", case)
 
 
 @pytest.mark.parametrize("scale_layout", ["row", "tma"])

@@ -119,8 +119,6 @@ class Carried:
         **options: Any,
     ) -> Any:
         there = [moved(t, self.device) for t in (expert_out, weights, tail, out)]
-        if expert_out is d.inner.expert_out:  # a copy would be another tensor
-            there[0] = expert_out
         result = call(there[0], d.inner, weights=there[1], tail=there[2], out=there[3], **options)
         if isinstance(result, pc.Combining):
             self.ended()

@@ -20,7 +20,6 @@ from typing import Any
 
 import chaos_cases
 import failure_cases
-import lent_cases
 import outcomes
 import rank_cases
 import torch
@@ -106,7 +105,7 @@ def on_gpu(me: Any, name: str, *args: Any, **kwargs: Any) -> Any:
         return Carried(cpu(me, case, **{"device": str(device), **changes}), checked=True)
 
     module, _, function = name.partition(":")
-    users = (rank_cases, failure_cases, training_cases, chaos_cases, lent_cases)
+    users = (rank_cases, failure_cases, training_cases, chaos_cases)
     for user in users:
         user.open_all_to_all = opened  # type: ignore[assignment]
     try:
@@ -277,8 +276,6 @@ def both_devices(
             flat_out[used] = small_values(torch.randn(len(used), case.hidden, generator=of_experts), dtype, of_experts, odd)
             out = flat_out.view(*rows, case.hidden)
             there = out.to(device)
-            if d.expert_out is not None and (step // 2 + me.rank) % 3 != 0:  # at times not on all ranks
-                there = d.expert_out.copy_(there)
             tail = bits((*rows, case.top_k) if case.layout == "compact" else tuple(rows), of_experts)
             if step % 2 == 0:  # without tails another kernel runs
                 same = same_bits(cpu.combine(out, c), gpu.combine(there, d).cpu())

@@ -66,26 +66,6 @@ def test_as_on_the_cpu(crew: Crews, wire: str, layout: str) -> None:
     crew.run("gpu_cases:both_devices", large(crew.world_size, wire, layout, tokens=2048), 2, timeout=120)
 
 
-@pytest.mark.parametrize("wire", ["native", "fp8"])
-def test_rows_that_peers_fetch(crew: Crews, wire: str) -> None:
-    crew.run("gpu_cases:both_devices", replace(large(crew.world_size, wire, "compact", 2048), lent_outputs=1), 4, timeout=120)
-    case = replace(large(crew.world_size, wire, "compact", tokens=1500), hidden=7168, lent_outputs=2, scale_layout="tma")
-    crew.run("gpu_cases:both_devices", case, 3, timeout=120)
-
-
-def test_random_shapes_that_peers_fetch(few: Crews) -> None:
-    for number in range(20):
-        case = random_case(seed() * 100_000 + 90_000 + number, few.world_size, ("mapped",))
-        few.run("gpu_cases:exchange", replace(case, layout="compact", rows=None, lent_outputs=case.in_flight + 1))
-
-
-def test_memory_that_is_lent_and_held(few: Crews) -> None:
-    case = Case(
-        seed(), few.world_size, num_experts=5, top_k=3, hidden=64, max_tokens=40, wire="fp8", layout="compact", crowd="full"
-    )
-    few.run("gpu_cases:on_gpu", "lent_cases:held_as_long_as_wanted", case)
-
-
 @fewest
 @pytest.mark.parametrize("sms", [4, 24])
 def test_few_multiprocessors(crew: Crews, sms: int) -> None:

@@ -48,7 +48,6 @@ class Case:
     dead: tuple[int, ...] = ()
     proxy_threads: int = 1
     slot_bytes: int | None = None
-    lent_outputs: int = 0
     combine_wire: str = "native"
 
     @property

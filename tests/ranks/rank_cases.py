@@ -71,7 +71,7 @@ def open_all_to_all(me: Any, case: Case, **changes: Any) -> pc.AllToAll:
         "num_experts": case.num_experts, "top_k": case.top_k, "hidden": case.hidden, "max_tokens_per_rank": case.max_tokens,
         "dtype": DTYPES[case.dtype], "wire": case.wire, "layout": case.layout_object, "device": "cpu", "in_flight": case.in_flight,
         "scale_layout": case.scale_layout, "replicas": case.replicas, "slot_bytes": case.slot_bytes,
-        "lent_outputs": case.lent_outputs, "combine_wire": case.combine_wire,
+        "combine_wire": case.combine_wire,
         "proxy_threads": case.proxy_threads, "node_size": case.node_size, "timeout": 10.0, **where, **changes,
     }  # fmt: skip
     arguments["timeout"] = float(os.environ.get("PPLX_TEST_STEP_TIMEOUT", arguments["timeout"]))
@@ -233,7 +233,6 @@ class Runner:
         self.random = random.Random(f"{case.seed} rank {me.rank}")  # choices that ranks may make differently
         self.found: list[bytes] = []  # digests of all that came out, in the order of its calls
         self.outputs: dict[int, bytes] = {}  # step -> combine's result
-        self.made: dict[int, torch.Tensor] = {}  # address -> what experts wrote to lent memory
 
     def spread(self, rows: torch.Tensor) -> torch.Tensor:
         return _spread(rows, self.random)
@@ -350,10 +349,6 @@ class Runner:
     def _combine(self, call: Callable[..., Any], n: int, d: pc.Dispatched) -> Any:
         step = self.steps[n]
         expert_out = self.run_experts(d, step.weighted)
-        lent = self._lent_for(d) if not step.strided[self.rank] else None
-        if lent is not None:
-            expert_out = lent.copy_(expert_out)
-            self.made[lent.data_ptr()] = lent.view(torch.uint8).clone()
         if step.strided[self.rank]:
             expert_out = self.spread(expert_out)
         options: dict[str, Any] = {"weighted": step.weighted}
@@ -371,19 +366,11 @@ class Runner:
                 out, options["accumulate"] = step.start[self.rank].clone(), True
             options["out"] = self.spread(out) if step.strided[self.rank] else out
         result = call(expert_out, d, **options)
-        if self.case.slot_bytes is None and lent is None:
+        if self.case.slot_bytes is None:
             self.spoil(expert_out, d)  # sent
             if step.tails is not None:
                 options["tail"].fill_(77.0)
         return result
-
-    def _lent_for(self, d: pc.Dispatched) -> torch.Tensor | None:
-        """Where peers may fetch what experts made. By now they have all fetched what an earlier step left there."""
-        if d.expert_out is None:
-            return None
-        before = self.made.get(d.expert_out.data_ptr())
-        must(before is None or torch.equal(before, d.expert_out.view(torch.uint8)), "expert_out stays as experts left it")
-        return d.expert_out.fill_(torch.nan)
 
     def combine_recv(self, n: int, c: pc.Combining) -> None:
         how = self.steps[n].how[self.rank]

@@ -136,8 +136,6 @@ def test_same_wire_by_two_names(crew: Crews) -> None:
         ({"combine_wire": "fp4"}, ["combine_wire='fp4'", "'native' or 'fp8'"]),
         ({"combine_wire": "fp8"}, ["combine_wire='fp8'", "needs dedup='node', not 'auto'"]),
         ({"dedup": "node", "transport": "proxy"}, ["dedup='node'", "transport='proxy'", "node_size="]),
-        ({"lent_outputs": -1}, ["lent_outputs=-1", "0 to 64"]),
-        ({"lent_outputs": 1, "layout": pc.Ragged()}, ["lent_outputs=1", "pc.Compact()"]),
         # The dtype is not 'supported', whatever it is.
         ({"dtype": None}, ["dtype=None"]),
         ({"dtype": "bfloat16"}, ["bfloat16"]),
@@ -245,7 +243,6 @@ def test_required_bytes() -> None:
         {"hidden": 12},
         {"world_size": 2000},
         {"remote_peers": 4},
-        {"lent_outputs": 1},
         {"slot_bytes": 0},
         {"slot_bytes": 1.5},
         {"dedup": "all"},

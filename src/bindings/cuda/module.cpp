@@ -279,15 +279,12 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly("open_steps", &Exchange::open_steps)
       .def("set_num_sms", &Exchange::set_num_sms, py::arg("num_sms"))
       .def_property_readonly("steps", &Exchange::steps)
-      .def("made_at", &Exchange::made_at, py::arg("buffer"), "Offset in `memory` of a buffer that peers fetch from.")
-      .def_property_readonly("memory", &Exchange::memory, "Memory that peers write into, and fetch from.")
+      .def_property_readonly("memory", &Exchange::memory, "Memory that peers write into.")
       .def_property_readonly("large_dispatches", &Exchange::large_dispatches)
       .def_property_readonly("large_combines", &Exchange::large_combines)
       .def_property_readonly("large_tokens", &Exchange::large_tokens, "Steps of this many tokens or more are large, where any are.");
   m.def("large_tokens", &tuned_large_tokens, py::arg("config"), py::arg("device"), py::arg("num_sms"),
         "The number of tokens from which steps should be large on this GPU. num_sms: 0: all.");
-  m.def("fetches_rows", &fetches_rows, py::arg("config"), py::arg("device"), py::arg("num_sms"),
-        "True if combines of many tokens fetch rows from lent memory. num_sms: 0: all.");
   m.def(
       "clear", [](const SharedMemory& heap) { clear(heap, nullptr); }, py::arg("heap"), "Makes it as it is when it is new.");
   m.def(

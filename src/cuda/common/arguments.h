@@ -300,8 +300,6 @@ struct CombineArguments : LaunchArguments, ExpertOutputs, Result {
   PlanView plan;
   ReceivedView received;
   PieceArguments pieces;
-  bool fetches = false;  // rows of peers that offer theirs
-  std::uint64_t made_at = 0;  // where expert_out lies in this rank's heap, if peers may fetch it
   bool by_node = false;  // the rows of a node's ranks are added first: protocol/nodes.h
   std::uint16_t node_of[kMaxPeers] = {};  // then: by rank
 };

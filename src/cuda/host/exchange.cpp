@@ -89,10 +89,6 @@ std::uint32_t tuned_large_tokens(const Config& c, int device, std::uint32_t num_
   return in_pieces(c) ? std::min(many, c.whole_tokens + 1) : many;
 }
 
-bool fetches_rows(const Config& c, int device, std::uint32_t num_sms) {
-  return c.lent != 0 && !in_pieces(c) && sms_of_launch(c, sms_of_gpu(device), num_sms) * kCombineBlocksPerSm <= kOfferingBlocks;
-}
-
 void clear(const SharedMemory& heap, cudaStream_t stream) {
   check(cudaMemsetAsync(heap.data(), 0, heap.bytes(), stream), "cudaMemsetAsync");
   check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
@@ -109,7 +105,7 @@ void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream)
 Exchange::Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t large_tokens,
                    std::uint32_t sending_share)
     : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), steps_(config), large_tokens_(large_tokens),
-      fetches_(fetches_rows(config, device, num_sms)), sending_share_(sending_share) {
+      sending_share_(sending_share) {
   if (const char* what = invalid(config)) throw Misuse(what);
   if (const char* what = invalid_pieces(config)) throw Misuse(what);
   if (config.world > kMaxPeers) throw Misuse("device='cuda' takes at most " + std::to_string(kMaxPeers) + " ranks");

@@ -32,8 +32,6 @@ void leave_blank(const Config& config, const SharedMemory& heap, cudaStream_t st
 
 // The number of tokens from which a step is large, as this rank's GPU would have it; num_sms: as in the constructor.
 std::uint32_t tuned_large_tokens(const Config& config, int device, std::uint32_t num_sms);
-// True if combines of many tokens fetch rows from lent memory. The same on all ranks, and set_num_sms() leaves it as it is.
-bool fetches_rows(const Config& config, int device, std::uint32_t num_sms);
 
 #ifdef PPLX_CARRIER
 // Memory of a carrier that kernels drive: laid out as a heap, at the same place of its own memory on every rank.
@@ -91,7 +89,6 @@ class Exchange {
   const Config& config() const { return common_.c; }
   std::uint32_t generation() const { return common_.generation; }
   const std::shared_ptr<SharedMemory>& memory() const { return memory_.own; }
-  std::uint64_t made_at(std::uint32_t buffer) const { return common_.heap.made_at(buffer); }
   const std::shared_ptr<HostHeap>& host() const { return host_; }   // none inside a node
 
   // Returns how the host numbers the step, which knows nothing of replays. In pieces a receive half is given what its send half was: it sends the rest.
@@ -149,7 +146,6 @@ class Exchange {
   DispatchArguments arguments_of(const Launch& launch, const Tokens& tokens, const Outputs& outputs) const;
   Strips sent_strips(const CombineArguments& a) const;
   void add_nodes(CombineArguments& a) const;
-  bool fetches(const CombineArguments& a) const;
   bool is_large(const Launch& launch, const DispatchArguments& a) const;
   void check_pieces() const;
   void make_round_counts();
@@ -168,7 +164,6 @@ class Exchange {
   StepBook steps_;   // eager calls
   cudaStream_t own_stream_ = nullptr;  // reset() writes by it: it must not wait behind kernels that wait
   std::uint32_t large_tokens_;
-  const bool fetches_;  // fetches_rows()
   const std::uint32_t sending_share_;
   char* chunk_memory_ = nullptr;  // memory of chunk_counts_; none where no step is large
   std::uint64_t chunk_bytes_ = 0;

@@ -89,8 +89,6 @@ void Exchange::add_nodes(CombineArguments& a) const {
   std::copy(memory_.nodes.begin(), memory_.nodes.end(), a.node_of);
 }
 
-// True if a large combine fetches rows of peers that offer theirs. All ranks decide alike: a peer that offers its rows sends none.
-bool Exchange::fetches(const CombineArguments& a) const { return fetches_ && common_.dead == 0 && is_mapped_only(a); }
 
 // A send half never waits: it sends only the rounds that have room from the start.
 void Exchange::cut(DispatchArguments& a) const {
@@ -201,7 +199,6 @@ std::vector<Exchange::Explained> Exchange::explain(std::uint32_t tokens) const {
   a.tokens = tokens;
   add_nodes(a);
   a.sent = sent_strips(a);
-  a.fetches = large && fetches(a);
   const CombineCall combine(a, large);
   const std::string size = common_.word_rows == 0 ? "every step of this AllToAll in pieces is large" : common_.word_rows == kNone ? "no step of this AllToAll is large"
                            : std::to_string(own) + (large ? " tokens are large, from " : " tokens are fewer than ") + std::to_string(common_.word_rows) + (large ? " on" : "");
@@ -257,10 +254,6 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   const bool large = (pieces || !a.release) && a.own >= common_.word_rows;
   a.received_in = Strips(common_.row_bytes, kReceivedVectors);
   if (large) ++large_combines_;
-  a.fetches = large && fetches(a);
-  const auto heap = reinterpret_cast<std::uintptr_t>(common_.peers[common_.c.rank]);
-  const std::uint64_t made = reinterpret_cast<std::uintptr_t>(a.expert_out) - heap;
-  if (a.fetches && a.expert_stride == common_.row_bytes && common_.heap.has_made(common_.c, made, 0)) a.made_at = made;
   a.sums_own = large && is_mapped_only(a) && a.send && a.recv && !pieces;
   if (pieces) a.pieces = pieces_of(launch);
   if (pieces && !a.recv) a.pieces.end = kPlaces;

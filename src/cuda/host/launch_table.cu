@@ -24,13 +24,12 @@ cudaError_t load(const Config& c, bool large, bool hooks) {
     call.given_scales = (bits & 2) != 0;
     error = load(choose(c, call));
   }
-  for (std::uint32_t bits = 0; !hooks && bits < 8 && error == cudaSuccess; ++bits) {
+  for (std::uint32_t bits = 0; !hooks && bits < 4 && error == cudaSuccess; ++bits) {
     CombineCall call;
     call.large = large;
     call.mapped_only = (bits & 1) != 0;
     call.few = (bits & 2) != 0;
-    call.fetches = (bits & 4) != 0;
-    if (!call.fetches || c.lent != 0) error = load(choose(c, call));
+    error = load(choose(c, call));
   }
   return error;
 }

@@ -38,14 +38,12 @@ struct CombineCall {
   bool large = false;
   bool mapped_only = false;  // is_mapped_only()
   bool few = false;  // strips of kSentVectorsOfFew
-  bool fetches = false;  // rows of peers that offer theirs
 
   CombineCall() = default;
   CombineCall(const CombineArguments& a, bool large)
       : large(large),
         mapped_only(is_mapped_only(a)),
-        few(a.sent.vectors == kSentVectorsOfFew),
-        fetches(a.fetches) {}
+        few(a.sent.vectors == kSentVectorsOfFew) {}
 };
 
 template <typename Arguments>

@@ -37,49 +37,27 @@ struct Copies {
       if (a.send) tell_of_copies(a.common, step, s.copies);
     } else if (warp == kDealer) {
       if (a.send) begin_to_send(a, step, s);
-      if (a.recv) SumDealer<false, false>(a, step, s, s.dealt, dealt, nullptr).deal();
+      if (a.recv) SumDealer<false>(a, step, s, s.dealt, dealt).deal();
       if (a.recv) receive_all_headers(a, step);
     }
   }
 };
 
-// Sends rows that their sources are not offered, by one warp.
-template <typename T>
-__device__ void send_rest(const CombineArguments& a, std::uint32_t step, const CombineShared& s) {
-  const Common& k = a.common;
-  const std::uint32_t sources = k.living - (a.sums_own ? 1 : 0);
-  const auto is_sent = [&](std::uint32_t of) { return s.rows_begin[of + 1] != s.rows_begin[of] && !is_offered(a, s, of); };
-  bool any = false;
-  for (std::uint32_t n = threadIdx.x % 32; n < sources; n += 32) any = any || is_sent(k.order[n]);
-  if (!__any_sync(~0u, any)) return;
-  const RowRuns runs(k, s.rows_begin, sources, told_together(s.rows_begin[k.c.world], gridDim.x));
-  send_shares(k, step, s.mine, runs, [](std::uint32_t n) { return n; }, [&](std::uint32_t n, std::uint32_t) {
-    if (const RowRun run = runs.at(n); is_sent(run.source))
-      send_run_alone<T, false>(a, step, run, run.first, arrival_word(k.generation, step), s);
-  });
-}
-
-enum class Rows { Sums, Offered, Any };
-
-// Two teams of adders, each with a dealer, and a teller. One team sends before it receives. The teller offers rows, and sends those
-// not offered. Rows::Any handles every combine: a herald sends headers and weights, and passes on words of remote peers.
-template <Rows kRows>
+// Two teams of adders, each with a dealer, and a teller. One team sends before it receives. kExtras: handles every combine; a herald
+// sends headers and weights, and passes on words of remote peers.
+template <bool kExtras>
 struct Teams {
-  static constexpr bool kOffers = kRows == Rows::Offered, kExtras = kRows == Rows::Any;
-  using Wide = AddersOf<kWideAdders, kVectorsOfWide>;
-  using Adders = std::conditional_t<kRows == Rows::Sums, AddersOf<kAddersOfTeam, kVectorsOfTeam>, Wide>;
+  using Adders = std::conditional_t<kExtras, AddersOf<kWideAdders, kVectorsOfWide>, AddersOf<kAddersOfTeam, kVectorsOfTeam>>;
   static constexpr std::uint32_t kOfTeam = Adders::kWarps, kSendDealer = 2 * kOfTeam, kSumDealer = kSendDealer + 1;
   static constexpr std::uint32_t kTeller = kSumDealer + 1, kHerald = kTeller + kExtras;
   // The team that sends meets there when it is done: rows that it receives come to memory that rows to send were in.
   static constexpr std::uint32_t kInSendingTeam = 1, kSendingTeam = 32 * (kOfTeam + 1);
-  static constexpr std::uint32_t kParts = kOffers ? kPartsOfFetchingTeam : kPartsOfTeam, kOut = kOffers ? 0 : kOutBytes;
-  static constexpr std::uint32_t kThreads = 32 * (kHerald + 1), kBytes = 2 * kParts * kDealtPart + kOut;
+  static constexpr std::uint32_t kThreads = 32 * (kHerald + 1), kBytes = 2 * kPartsOfTeam * kDealtPart + kOutBytes;
 
   struct Shared : CombineShared {
     DealtRows to_send, dealt[2];  // rows that the sending team sends; then rows that each team receives
     PartsOut out;
     RoundRows rounds;  // the sending dealer's
-    char* rows_at[2][kMaxPeers];  // each team's, of peers that offer theirs
 
     __device__ void prepare(std::uint32_t warp) {
       if (warp == kSendDealer) to_send.init(kOfTeam);
@@ -101,16 +79,15 @@ struct Teams {
   template <typename T>
   __device__ static __forceinline__ void work(const CombineArguments& a, std::uint32_t step, Shared& s, char* memory, std::uint32_t warp) {
     const bool dealer = warp == kSendDealer || warp == kSumDealer;
-    const bool sends = !kOffers && (a.send || (kExtras && a.common.heap.in_pieces));
+    const bool sends = a.send || (kExtras && a.common.heap.in_pieces);
     const std::uint32_t team = warp == kSumDealer || (warp >= kOfTeam && !dealer) ? 1 : 0;
     // Each team has half of the ring's memory. In a launch that receives nothing the team that sends has both halves.
-    char *const out = memory, *const in = out + kOut;
-    const RingMemory to_send{in, a.recv ? kParts : 2 * kParts}, dealt{in + team * kParts * kDealtPart, kParts};
+    char *const out = memory, *const in = out + kOutBytes;
+    const RingMemory to_send{in, a.recv ? kPartsOfTeam : 2 * kPartsOfTeam}, dealt{in + team * kPartsOfTeam * kDealtPart, kPartsOfTeam};
     if (kExtras && warp == kHerald) {
       work_as_herald(a, step, s);
     } else if (warp == kTeller) {
       if (!kExtras && a.send) begin_to_send(a, step, s);
-      if (kOffers && a.send) send_rest<T>(a, step, s);
       if (sends) SendTeller<kExtras>(a, step, s, s.out, out).tell_all();
     } else if (dealer) {
       if (sends && team == 0) {
@@ -118,7 +95,7 @@ struct Teams {
         SendDealer<kExtras>(a, step, s, s.to_send, to_send).deal(s.rounds);
         barrier_sync<kSendingTeam>(kInSendingTeam);
       }
-      if (a.recv) SumDealer<kOffers, kExtras>(a, step, s, s.dealt[team], dealt, s.rows_at[team]).deal();
+      if (a.recv) SumDealer<kExtras>(a, step, s, s.dealt[team], dealt).deal();
       if (!kExtras && a.recv && team == 1) receive_all_headers(a, step);
     } else {
       if (sends && team == 0) {
@@ -129,9 +106,8 @@ struct Teams {
     }
   }
 };
-struct SumsOfRows : Teams<Rows::Sums> {};
-struct Offers : Teams<Rows::Offered> {};
-struct SumsWithExtras : Teams<Rows::Any> {};
+struct SumsOfRows : Teams<false> {};
+struct SumsWithExtras : Teams<true> {};
 
 }  // namespace
 
@@ -170,7 +146,6 @@ Choice<CombineArguments> choose(const Config& c, const CombineCall& call) {
   return choose_type(c.dtype, [&](auto type) {
     using T = decltype(type);
     if (in_pieces(c) || !call.mapped_only) return choice<T, SumsWithExtras>("large::combine, rows are sums, with extras");
-    if (call.fetches) return choice<T, Offers>("large::combine, rows are fetched");
     if (c.layout == LayoutKind::Compact) return choice<T, Copies>("large::combine, rows are copied");
     return choice<T, SumsOfRows>("large::combine, rows are sums");
   });
@@ -183,7 +158,7 @@ inline constexpr std::size_t kBytesOf = How::kBytes + kBytesOfObject<typename Ho
 
 bool can_combine_large(const Config& c, std::uint32_t shared_bytes) {
   return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) &&
-         std::max({kBytesOf<SumsWithExtras>, kBytesOf<Copies>, kBytesOf<SumsOfRows>, kBytesOf<Offers>}) <= shared_bytes;
+         std::max({kBytesOf<SumsWithExtras>, kBytesOf<Copies>, kBytesOf<SumsOfRows>}) <= shared_bytes;
 }
 
 }  // namespace pplx::cuda

@@ -8,23 +8,16 @@
 
 namespace pplx::cuda {
 
-// Each team's dealer: one warp. kFetches: fetches some peers' rows. kExtras: handles every combine; own rows come as peers' do.
-template <bool kFetches, bool kExtras>
+// Each team's dealer: one warp. kExtras: handles every combine; own rows come as peers' do.
+template <bool kExtras>
 class SumDealer : RowDealer {
  public:
-  // rows_at: of the team, kMaxPeers places.
-  __device__ SumDealer(const CombineArguments& a, std::uint32_t step, CombineShared& s, DealtRows& ring, const RingMemory& memory,
-                       char** rows_at)
-      : RowDealer(a, step, s, ring, memory), rows_at_(rows_at),
-        end_(in_rounds() ? a.own : (a.own + gridDim.x - 1 - blockIdx.x) / gridDim.x), unread_last_(place_) {}
+  __device__ SumDealer(const CombineArguments& a, std::uint32_t step, CombineShared& s, DealtRows& ring, const RingMemory& memory)
+      : RowDealer(a, step, s, ring, memory), end_(in_rounds() ? a.own : (a.own + gridDim.x - 1 - blockIdx.x) / gridDim.x), unread_last_(place_) {}
 
   // Until no token is left, or one fails.
   __device__ void deal() {
     const SpanTimer all(k_, Span::ReceivingSums);
-    if (kFetches && !hear_of_rows(a_, step_, rows_at_)) {
-      tell(0, kNoMore);
-      return;
-    }
     std::uint32_t first = take(), second = take();
     Looked next = look_up(first, load_entry(first));
     std::uint32_t later = load_entry(second);
@@ -102,16 +95,14 @@ class SumDealer : RowDealer {
   __device__ bool deal_tokens(Looked looked, std::uint32_t first, std::uint32_t tokens) {
     const std::uint32_t entry = looked.entry, rank = entry >> 20;
     const bool comes = entry != kNone && !is_own(entry);
-    char* const rows = kFetches && comes ? rows_at_[rank] : nullptr;  // where they are fetched from, if not from this rank's slot
     const std::uint32_t peers = __ballot_sync(~0u, comes), own = __ballot_sync(~0u, is_own(entry));
     const std::uint32_t number = entry & 0xfffffu;
     char* row = comes ? own_slot<!kExtras>(k_, set_of(k_.c, step_), Op::Combine, rank) + k_.combine.row_at(number) : nullptr;
-    if (kFetches && rows != nullptr) row = rows + std::uint64_t{number} * k_.row_bytes;
     if (in_rounds()) {
       if (!await_round_rows(row, rank, first / a_.pieces.tokens)) return false;
     } else {
       const SpanTimer waits(k_, Span::AwaitingSums);
-      if (!all_of_warp(!comes || rows != nullptr || wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank))) return false;
+      if (!all_of_warp(!comes || wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank))) return false;
     }
     mark_stage(k_, Stage::Came);
     fence_copies();
@@ -127,7 +118,7 @@ class SumDealer : RowDealer {
         take_tail<false>(a_, step_, token(first + i), __popc(peers & lanes), of_lane(row, from), __shfl_sync(~0u, rank, from));
       }
       deal_token(token(first + i), placed & lanes, own & lanes, peers & lanes, own_row, looked.weight, row,
-                 (rows == nullptr && number < k_.word_rows ? kMakeBlank : 0) | (ends >> lane() & 1 ? kEndsNode : 0));
+                 (number < k_.word_rows ? kMakeBlank : 0) | (ends >> lane() & 1 ? kEndsNode : 0));
     }
     if (!in_rounds()) return true;
     finish();
@@ -184,7 +175,6 @@ class SumDealer : RowDealer {
     }
   }
 
-  char** const rows_at_;
   const std::uint32_t end_;  // this thread block's number of tokens; in rounds, all of them
   std::uint32_t unread_ = kNone;  // in rounds: the first of the tokens that were dealt last
   Ring unread_last_;  // and the place of their last part

@@ -157,12 +157,9 @@ inline constexpr std::uint32_t kCopyBytes = 7168, kCopyPlaces = 9, kCopiedRuns =
 // spill 80 bytes. Neither team waits for the other's adders, or for its memory: parts on their way in, and sums on their way out.
 inline constexpr std::uint32_t kAddersOfTeam = 7, kPartsOfTeam = 6, kPartsOut = 3;
 inline constexpr int kVectorsOfTeam = 4;
-// Teams whose rows are fetched, or that handle every combine: with at most 12 warps a thread has 168 registers. Where rows are
-// fetched nothing is sent, so there is memory for more parts.
-inline constexpr std::uint32_t kWideAdders = 4, kPartsOfFetchingTeam = 7;
+// Teams that handle every combine: with at most 12 warps a thread has 168 registers.
+inline constexpr std::uint32_t kWideAdders = 4;
 inline constexpr int kVectorsOfWide = 7;
-// With more thread blocks rows are stored, though peers could fetch them: a link carries more stores than reads.
-inline constexpr std::uint32_t kOfferingBlocks = 48;
 
 static_assert(kLargeWarps <= kMostWarps);
 
