@@ -36,8 +36,6 @@ def make_exchange(control: ControlPlane, request: Request, peers: Peers, ranks_h
 
 def lay_relays(control: ControlPlane, request: Request, exchange: Any, peers: Peers) -> None:
     """Collective, anew in each generation: relays serve other sources then."""
-    if request.config.node_ranks == 0:
-        return
     attempts = Attempts()
     nbytes = {rank: max(1, exchange.relay_bytes(rank)) for rank in [control.rank, *peers.mapped]}
     what = ("the relayed rows", "AllToAll: memory of relays")

@@ -169,6 +169,7 @@ __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t 
   const Common& k = a.common;
   if constexpr (!kMappedOnly) {
     if (k.remote != 0) CombineExtras<kMappedOnly>::receive_headers(a, step);
+    if (a.relays.sources != 0 && !CombineExtras<kMappedOnly>::template answer_sources<T>(a, step)) return;
     if (k.slice.of > 1) {
       if (a.release || CombineExtras<kMappedOnly>::template receive_with_replicas<T>(a, step))
         receive_headers<kMappedOnly>(a, step);

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -93,6 +94,11 @@ class Exchange {
   const std::shared_ptr<SharedMemory>& memory() const { return memory_.own; }
   std::uint64_t made_at(std::uint32_t buffer) const { return common_.heap.made_at(buffer); }
   const std::shared_ptr<HostHeap>& host() const { return host_; }   // none inside a node
+  // With node_ranks, before the first step of a generation: memory of this node's living ranks, by rank. RelayLayouts, of which it clears
+  // its own, and the other ranks' blocks.
+  using ByRank = std::map<std::uint32_t, std::shared_ptr<SharedMemory>>;
+  std::uint64_t relay_bytes(std::uint32_t mate) const;
+  void lay_relays(ByRank areas, ByRank blocks);
 
   // Returns how the host numbers the step, which knows nothing of replays. In pieces a receive half is given what its send half was: it sends the rest.
   std::uint32_t dispatch(const Launch& launch, const Tokens& tokens, const Outputs& outputs = {});
@@ -149,6 +155,7 @@ class Exchange {
   DispatchArguments arguments_of(const Launch& launch, const Tokens& tokens, const Outputs& outputs) const;
   Strips sent_strips(const CombineArguments& a) const;
   void add_nodes(CombineArguments& a) const;
+  void find_relays(const std::vector<bool>& alive);
   bool fetches(const CombineArguments& a) const;
   bool is_large(const Launch& launch, const DispatchArguments& a) const;
   void check_pieces() const;
@@ -188,6 +195,8 @@ class Exchange {
   FirstFailure first_;
   const ForkCheck fork_;
   std::shared_ptr<HostHeap> host_;
+  Relays relays_;
+  ByRank relay_areas_, relay_blocks_;
 };
 
 }  // namespace pplx::cuda
