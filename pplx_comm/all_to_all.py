@@ -57,8 +57,8 @@ class AllToAll:
     dedup: "node" sends a row once to each other node whose ranks want it, and one sum comes back; "rank" sends it to each rank.
         "auto" is "rank" so far. The bits are the same. With "node" all ranks make their receive calls in the order of the steps,
         and blocks are whole; not with transport="nvshmem", nor on GPUs with replicas. See docs/across-nodes.md.
-    combine_wire: with dedup="node", sums of other nodes come back in the dtype, "native", or, on CPUs, as e4m3 with a scale per 128
-        numbers, "fp8": half the bytes, an error of up to 1/16 of each number, and no gradients. See docs/across-nodes.md.
+    combine_wire: with dedup="node", sums of other nodes come back in the dtype, "native", or as e4m3 with a scale per 128 numbers,
+        "fp8": half the bytes, an error of up to 1/16 of each number, and no gradients. See docs/across-nodes.md.
     in_flight: steps that may be open at once: 1, 2, 4 or 8.
     replicas: ranks 0 to replicas - 1 hold the same tokens, and so on, as ranks of one tensor parallel group do. Replicas share a
         node, and pass the same to every call (accumulate's out too). Each sends and adds up a part of the tokens, and in

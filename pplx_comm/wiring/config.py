@@ -251,7 +251,6 @@ class Arguments:
         if self.dedup == "node" and where.type == "cuda":
             for given, why in (
                 (self.transport == "nvshmem", "transport='nvshmem': a proxy carries for relays, so use 'auto'"),
-                (self.combine_wire == "fp8", "combine_wire='fp8': leave it out"),
                 (self.replicas > 1, f"replicas={self.replicas}: use dedup='rank'"),
             ):
                 if given:

@@ -35,8 +35,8 @@ struct NumbersOfNode {
   __device__ std::uint32_t& of_row(std::uint32_t row, std::uint32_t mate) const { return at[1 + ranks + std::uint64_t{row} * ranks + mate]; }
 };
 
-// Waits of this rank last `timeout` and kWaitsLonger (host/exchange.cpp). Those ends sooner that know the rank to blame: what a relay waits
-// for first, then blocks of other nodes.
+// Waits of this rank last Common::timeout_ns. Those end sooner that know the rank to blame: first what a relay waits for, then blocks of
+// other nodes.
 inline constexpr auto kAnswersSooner = static_cast<std::uint64_t>(deadlines::kAnswered.seconds * 1e9);
 class Deadline {
  public:

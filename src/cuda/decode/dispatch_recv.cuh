@@ -146,15 +146,11 @@ __device__ inline bool receive_part(const DispatchArguments& a, std::uint32_t st
   const bool mapped = kMappedOnly || !is_remote(k, r.source), shows = mapped && number < s.showing[r.source];
   const bool of_node = !mapped && has_relays(k);
   if constexpr (!kMappedOnly)
-    if (of_node) row = DispatchExtras<kMappedOnly>::find_node_row(a, step, r.source, number);
-  if (of_node && row == nullptr) return false;
+    if (of_node && (row = DispatchExtras<kMappedOnly>::find_node_row(a, step, r.source, number)) == nullptr) return false;
   ArrivedPart part(k, row, nth);
-  if (!of_node) {
-    if (!fetch_part<kMappedOnly>(k, step, r.source, number, shows, part)) return false;
-  } else {
-    part.load(k, part.wanted);
-    if (part.route.w != k.c.rank) part.route.x = kNowhere;  // a mate's choice
-  }
+  if (of_node) part.load(k, part.wanted);
+  if (of_node && part.route.w != k.c.rank) part.route.x = kNowhere;  // a mate's choice
+  if (!of_node && !fetch_part<kMappedOnly>(k, step, r.source, number, shows, part)) return false;
   mark_stage(k, Stage::RowThere);
   s.placed.wait();
   if (!s.placed_all || !read_route(a, step, part.route, e, r)) return false;

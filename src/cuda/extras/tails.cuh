@@ -29,7 +29,8 @@ __device__ inline void take_tail(const CombineArguments& a, std::uint32_t step, 
   for (std::uint32_t i = 0; i < n; ++i) {
     const std::uint32_t from = __shfl_sync(~0u, rank, i);
     const auto* its_row = of_lane(row, static_cast<int>(i));
-    if (from == wanted) value = __ldcg(reinterpret_cast<const std::uint32_t*>(its_row + k.combine.tail_at) + lane);
+    const std::uint32_t tail_at = (is_remote(k, from) ? a.relays.answer : k.combine).tail_at;
+    if (from == wanted) value = __ldcg(reinterpret_cast<const std::uint32_t*>(its_row + tail_at) + lane);
   }
   if (lane < k.c.top_k) a.tail_out[std::uint64_t{k.slice.token(own)} * k.c.top_k + lane] = value;
   if (kGives) give_tail(k, step, own, value);

@@ -118,8 +118,8 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   if (config.num_experts > kMostExperts) throw Misuse("device='cuda' takes at most " + std::to_string(kMostExperts) + " experts");
   if (const char* what = invalid_nodes(config, memory_.nodes)) throw Misuse(what);
   if (!groups_sums(memory_.nodes)) memory_.nodes.clear();
-  if (config.node_ranks != 0 && (memory_.nodes.empty() || !memory_.proxied || in_pieces(config) || config.combine_fp8 || config.replicas > 1))
-    throw Misuse("node_ranks needs several nodes, some with several ranks, a proxy and whole blocks, and neither combine_fp8 nor replicas");
+  if (config.node_ranks != 0 && (memory_.nodes.empty() || !memory_.proxied || in_pieces(config) || config.replicas > 1))
+    throw Misuse("node_ranks needs several nodes, some with several ranks, a proxy and whole blocks, and no replicas");
   const OnDevice on(device_);
   common_ = common_of(config, timeout_seconds);
   for (std::uint32_t peer = 0; peer < config.world; ++peer) {
@@ -332,6 +332,7 @@ void Exchange::find_relays(const std::vector<bool>& alive) {
     relays_.mates |= 1u << rails.number[rank];
     relays_.rank[rails.number[rank]] = static_cast<std::uint8_t>(rank);
   }
+  relays_.answer = answer_block(c);
   relays_.layout = relay_layout(c, static_cast<std::uint32_t>(rails.sources.size()));
 }
 

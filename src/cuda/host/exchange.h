@@ -94,8 +94,7 @@ class Exchange {
   const std::shared_ptr<SharedMemory>& memory() const { return memory_.own; }
   std::uint64_t made_at(std::uint32_t buffer) const { return common_.heap.made_at(buffer); }
   const std::shared_ptr<HostHeap>& host() const { return host_; }   // none inside a node
-  // With node_ranks, before the first step of a generation: memory of this node's living ranks, by rank. RelayLayouts, of which it clears
-  // its own, and the other ranks' blocks.
+  // With node_ranks, anew in each generation: RelayLayouts of this node's living ranks, of which it clears its own, and the mates' blocks.
   using ByRank = std::map<std::uint32_t, std::shared_ptr<SharedMemory>>;
   std::uint64_t relay_bytes(std::uint32_t mate) const;
   void lay_relays(ByRank areas, ByRank blocks);

@@ -59,9 +59,8 @@ bool Exchange::is_large(const Launch& launch, const DispatchArguments& a) const 
 
 void Exchange::check_order(const std::optional<Launches::Sequence::Early>& early, const char* call) const {
   if (!early) return;
-  throw Misuse(std::string(call) + ": step " + std::to_string(early->step) + " before step " + std::to_string(early->before) +
-               (common_.heap.in_pieces ? ", but with slot_bytes=" + std::to_string(common_.c.slot_bytes) + " blocks go in pieces, and" : ", but with dedup='node'") +
-               " steps are received in order");
+  const std::string why = common_.heap.in_pieces ? "slot_bytes=" + std::to_string(common_.c.slot_bytes) + " blocks go in pieces, and" : "dedup='node'";
+  throw Misuse(std::string(call) + ": step " + std::to_string(early->step) + " before step " + std::to_string(early->before) + ", but with " + why + " steps are received in order");
 }
 
 PieceArguments Exchange::pieces_of(const Launch& launch) const {

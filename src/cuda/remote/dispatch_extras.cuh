@@ -41,8 +41,8 @@ struct DispatchExtras<false> {
     const std::uint32_t rank = t.id < 0 ? 0 : k.per_rank.divide(static_cast<std::uint32_t>(t.id)), expert = static_cast<std::uint32_t>(t.id) - first_expert_of(k, rank);
     const std::uint32_t mask = __reduce_or_sync(~0u, t.rank == peer ? 1u << a.relays.number[rank] : 0);
     const std::uint32_t row = __shfl_sync(~0u, peer < 32 ? t.row[0] : t.row[1], static_cast<int>(peer % 32));
-    auto* const masks = reinterpret_cast<std::uint32_t*>(block_for(k, set_of(k.c, step), Op::Dispatch, peer) + masks_at(k.c));
-    if (lane == 0) masks[row] = mask;
+    char* const masks = block_for(k, set_of(k.c, step), Op::Dispatch, peer) + masks_at(k.c);
+    if (lane == 0) reinterpret_cast<std::uint32_t*>(masks)[row] = mask;
     if (lane >= k.c.top_k) return;
     const std::uint32_t place = t.rank == peer ? route_place(expert, t.index) : kNowhere;
     store_vec16(to + k.dispatch.route_at + 16 * lane, make_uint4(place, __float_as_uint(t.weight), k.slice.token(own), rank));

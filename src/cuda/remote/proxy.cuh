@@ -43,7 +43,6 @@ __device__ inline bool check_header(const Common& k, const BlockHeader& h, Phase
 __device__ inline void write_header(const Common& k, char* block, std::uint32_t step, std::uint32_t rows, std::uint32_t flags,
                                     std::uint32_t thread, std::uint32_t overflowed = 0) {
   if (thread >= sizeof(BlockHeader) / kVec16Bytes) return;
-  static_assert(offsetof(BlockHeader, overflowed) == 3 * kVec16Bytes);
   const uint4 behind = make_uint4(thread == 1 ? k.c.rank : thread == 3 ? overflowed : 0, 0, 0, 0);
   store16(block + kVec16Bytes * thread, thread == 0 ? make_uint4(step, k.generation, rows, flags) : behind);
 }

@@ -62,10 +62,29 @@ __device__ inline bool answer_tail(const CombineArguments& a, std::uint32_t step
     const bool is_its = __shfl_sync(~0u, rank, static_cast<int>(i)) == route.w && route.x != kNowhere;
     if (is_its) value = __ldcg(reinterpret_cast<const std::uint32_t*>(its_row + k.combine.tail_at) + lane);
   }
-  if (lane < k.c.top_k) reinterpret_cast<std::uint32_t*>(to + k.combine.tail_at)[lane] = value;
+  if (lane < k.c.top_k) reinterpret_cast<std::uint32_t*>(to + a.relays.answer.tail_at)[lane] = value;
   return true;
 }
 
+// Stores a lane's numbers of an answer as codes (combine_wire="fp8"): load_codes() reads them.
+template <typename T>
+__device__ inline void store_codes(const Relays& r, char* to, const Sums<T, kReceivedVectors>& sums, std::uint32_t begin, std::uint32_t end) {
+  constexpr std::uint32_t kNumbers = T::kPerVector, kTogether = scale_block(Wire::FP8), kLanes = kTogether / kNumbers;
+  float f[kNumbers] = {};
+  if (begin < end) T::unpack(T::pack(sums.sum[0]), f);
+  std::uint32_t largest = 0;
+#pragma unroll
+  for (std::uint32_t i = 0; i < kNumbers; ++i) largest = max(largest, __float_as_uint(f[i]) & 0x7fffffffu);
+#pragma unroll
+  for (std::uint32_t i = 1; i < kLanes; i *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, static_cast<int>(i)));
+  if (begin >= end) return;
+  const BlockScale s = block_scale(Wire::FP8, float_of(largest));
+  const std::uint32_t element = begin * kNumbers / 16;
+#pragma unroll
+  for (std::uint32_t i = 0; i < kNumbers; i += 4)
+    *reinterpret_cast<std::uint32_t*>(to + element + i) = largest < 0x7f800000u ? four_e4m3(f + i, s.multiplier) : 0x7f7f7f7fu;
+  if (element % kTogether == 0) reinterpret_cast<float*>(to + r.answer.scales_at)[element / kTogether] = s.scale;
+}
 template <typename T>
 __device__ inline bool answer_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t rows, std::uint32_t unit) {
   const Common& k = a.common;
@@ -81,18 +100,21 @@ __device__ inline bool answer_strip(const CombineArguments& a, std::uint32_t ste
   char* const from = lane < n ? block_of_mate(k, r, set, source, mate) + k.combine.row_at(its_row) : nullptr;
   const std::uint32_t begin = strip * strip_bytes(kReceivedVectors) + lane * 16;
   const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kReceivedVectors));
-  char* const to = block_for(k, set, Op::Combine, source) + k.combine.row_at(row);
+  char* const to = block_for(k, set, Op::Combine, source) + r.answer.row_at(row);
   Sums<T, kReceivedVectors> sums;
   sums.start(-0.0f);
   for (std::uint32_t first = 0; first < n; first += ArrivingStrips::kRows) {
     ArrivingStrips arriving(begin, end);
-    if (!await_strips<false>(a, step, first, n, from, rank << 20, arriving)) return false;
+    if (!await_strips<false, T>(a, step, first, n, from, rank << 20, arriving)) return false;
 #pragma unroll
     for (int i = 0; i < ArrivingStrips::kRows; ++i)
       if (arriving.row[i] != nullptr) sums.add_row(arriving.v[i]);
     arriving.make_places_blank();
   }
-  sums.store(to, begin, end);
+  if (k.c.combine_fp8)
+    store_codes<T>(r, to, sums, begin, end);
+  else
+    sums.store(to, begin, end);
   if (a.has_tail && strip == strips - 1 && !answer_tail(a, step, source, row, n, from, rank, to)) return false;
   __syncwarp();
   if (lane == 0) count_part(k, step, Op::Combine, source, 0, 1, strips, RowsOfBlock(rows));

@@ -105,7 +105,7 @@ __device__ inline bool pass_on_node(const DispatchArguments& a, std::uint32_t st
 
 // Passes on the node blocks of the sources whose relay this rank is: a warp of each thread block, each source by one. Then one warp waits
 // for what other relays of this node pass on, and blames those: other warps have more patience.
-static __device__ __noinline__ void pass_on_nodes(const DispatchArguments& a, std::uint32_t step) {
+[[maybe_unused]] static __device__ __noinline__ void pass_on_nodes(const DispatchArguments& a, std::uint32_t step) {
   const Common& k = a.common;
   const Relays& r = a.relays;
   const std::uint32_t lane = threadIdx.x % 32, all = count_ranks(r.sources);
