@@ -106,7 +106,7 @@ def lay_gpu_relays(control: ControlPlane, request: Request, exchange: Any, peers
             raise Error("dedup='node' needs a driver that hands over GPU memory as file descriptors: use dedup='rank'")
         return area
 
-    own = attempts.run(allocate)
+    own: Any = attempts.run(allocate)
     with contextlib.ExitStack() as held:
         fds = attempts.run(lambda: [own.descriptor(), exchange.host.descriptor()])
         held.callback(close_all, fds or [])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -12,7 +13,7 @@ import rank_cases
 import torch
 from cases import DTYPES, Case
 from harness import until
-from outcomes import must, raised
+from outcomes import mistake, must, raised
 
 SOURCE, RELAY = 0, 2
 """Of 4 ranks in nodes of two."""
@@ -43,6 +44,11 @@ def _node_block(case: Case, generation: int) -> torch.Tensor:
     places = memory[: len(memory) // 32 * 32].view(-1, 32)[:, : len(header)]
     [at] = (places == header).all(dim=1).nonzero().flatten().tolist()
     return memory[32 * at :]
+
+
+def refused(me: Any, case: Case) -> None:
+    for changes, why in (({"transport": "nvshmem", "provider": None}, "transport='nvshmem'"), ({"replicas": 2}, "replicas=2")):
+        mistake(functools.partial(rank_cases.open_all_to_all, me, case, **changes), why)
 
 
 def damages(case: Case) -> dict[str, tuple[int, int]]:

@@ -36,6 +36,12 @@ def test_random_shapes(four: Crews, transport: str) -> None:
         four.run("emulated:call", module(), "rank_cases:exchange", drawn(70_000, number, 4, transport))
 
 
+def test_sums_as_codes(four: Crews) -> None:
+    for number in numbers(10):
+        case = drawn(76_000, number, 4, ("relayed:tcp", "relayed-dealt:shm")[number % 2])
+        four.run("emulated:call", module(), "rank_cases:exchange", replace(case, combine_wire="fp8", hidden=case.hidden + 264))
+
+
 @pytest.mark.parametrize(("world", "transport"), [(5, "relayed:tcp"), (7, "relayed-dealt:tcp"), (8, "relayed-dealt:tcp")])
 def test_nodes_of_other_sizes(world: int, transport: str) -> None:
     """2, 2 and 1 ranks; 4 and 3; 4 and 4."""
@@ -90,6 +96,13 @@ def test_receive_halves_out_of_order(four: Crews) -> None:
     ):
         assert "dispatch_recv: step 2 before step 1" in first and "dedup='node'" in first, first
         assert "combine_recv: step 2 before step 1" in second, second
+
+
+def test_refusals(four: Crews) -> None:
+    case = Case(seed(), 4, transport="relayed:tcp")
+    four.run("emulated:call", module(), "relay_cases:refused", case)
+    for said in four.run("emulated:call", module(), "gpu_cases:refused_apart", case, [(2, 3)]):
+        assert "dedup='node'" in said and "rank 2" in said and "rank 3" in said, said
 
 
 def test_blocks_in_gpu_memory() -> None:
