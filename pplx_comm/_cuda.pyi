@@ -45,6 +45,11 @@ class SharedMemory:
     def from_descriptor(device: int, fd: int, nbytes: int) -> SharedMemory:
         ...
     @staticmethod
+    def from_host(device: int, fd: int, config: pplx_comm._core.Config) -> SharedMemory:
+        """
+        Blocks of a mate's proxy in host memory.
+        """
+    @staticmethod
     def from_ipc(device: int, handle: bytes, nbytes: int) -> SharedMemory:
         ...
     @staticmethod
@@ -83,6 +88,15 @@ class HostHeap(pplx_comm._core.Carried):
     """
     Blocks that the proxy moves, and their words.
     """
+    def descriptor(self) -> int:
+        """
+        With node_ranks: a file descriptor of the blocks; the caller closes it.
+        """
+    @property
+    def blocks_nbytes(self) -> int:
+        """
+        Bytes of the blocks in GPU memory; 0: they are in host memory.
+        """
     @property
     def pinned_bytes(self) -> int:
         """
@@ -121,6 +135,8 @@ class Exchange:
         """
     def fail(self, reason: str, origin: int, peer: int, step: int, message: str) -> None:
         ...
+    def lay_relays(self, areas: collections.abc.Mapping[int, SharedMemory], blocks: collections.abc.Mapping[int, SharedMemory]) -> None:
+        ...
     def name_networks(self, by_peer: collections.abc.Sequence[str]) -> None:
         ...
     def peer_busy(self, peer: int, busy: bool) -> None:
@@ -128,6 +144,8 @@ class Exchange:
     def peer_left(self, peer: int) -> None:
         ...
     def raise_trouble(self) -> None:
+        ...
+    def relay_bytes(self, mate: int) -> int:
         ...
     def release(self, launch: Launch, tokens: int) -> None:
         ...

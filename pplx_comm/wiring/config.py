@@ -21,7 +21,7 @@ from pplx_comm.wiring.compare import plain
 from pplx_comm.wiring.placement import PLACEMENTS
 from pplx_comm.wiring.request import Request
 
-_WHOLE = (1 << 32) - 1
+WHOLE = (1 << 32) - 1
 """part_bytes of blocks that leave whole."""
 
 _DTYPES = {
@@ -210,7 +210,7 @@ class Arguments:
             )  # fmt: skip
             if where.type == "cuda":
                 whole = self.transport == "nvshmem" and self.in_flight > nvshmem.MOST_IN_FLIGHT_WITH_PARTS
-                config.part_bytes = _WHOLE if whole else min(settings.part_bytes, _WHOLE)
+                config.part_bytes = WHOLE if whole else min(settings.part_bytes, WHOLE)
         except (Error, TypeError, ValueError, RuntimeError) as reason:  # torch's own words for a device that is none
             error = str(reason)
         return Request(
@@ -242,7 +242,12 @@ class Arguments:
         if self.combine_wire == "fp8" and self.dedup != "node":
             raise Error(f"combine_wire='fp8' is for what a node's ranks answer together: it needs dedup='node', not {self.dedup!r}")
         if self.dedup == "node" and where.type == "cuda":
-            raise Error("dedup='node' is for device='cpu' so far: on a GPU leave it out, or give 'rank'")
+            for given, why in (
+                (self.transport == "nvshmem", "transport='nvshmem': a proxy carries for relays, so use 'auto'"),
+                (self.replicas > 1, f"replicas={self.replicas}: use dedup='rank'"),
+            ):
+                if given:
+                    raise Error(f"dedup='node' with device='cuda' does not take {why}")
         integer("proxy_threads", self.proxy_threads, 1, 2)
         if not isinstance(self.hooks, bool):
             raise Error(f"hooks={self.hooks!r} must be True or False")

@@ -94,6 +94,44 @@ def make_gpu_exchange(
     return GpuExchange(exchange, peers, proxied, bool(on_gpu), kernels, symmetric)
 
 
+def lay_gpu_relays(control: ControlPlane, request: Request, exchange: Any, peers: Peers, kernels: Any) -> None:
+    """Collective, anew in each generation: relays serve other sources then. Mates map the blocks that a relay's proxy moves."""
+    gpu, tag = request.gpu, "AllToAll: memory of relays"
+    attempts = Attempts()
+
+    def allocate() -> Any:
+        nbytes = max(1, exchange.relay_bytes(control.rank))
+        area = kernels.SharedMemory(gpu, nbytes, f"the relayed rows of an AllToAll on rank {control.rank}")
+        if not area.has_descriptor:
+            raise Error("dedup='node' needs a driver that hands over GPU memory as file descriptors: use dedup='rank'")
+        return area
+
+    own: Any = attempts.run(allocate)
+    with contextlib.ExitStack() as held:
+        fds = attempts.run(lambda: [own.descriptor(), exchange.host.descriptor()])
+        held.callback(close_all, fds or [])
+        mine = {"error": attempts.error, "area": own and own.nbytes, "blocks": exchange.host.blocks_nbytes}
+        answers = agree(control, tag, mine, request.patience)
+
+        def lay() -> None:
+            received = control.share_fds(fds or [], tag)
+            for of_peer in received.values():
+                held.callback(close_all, of_peer)
+            areas, blocks = {control.rank: own}, {}
+            for rank in peers.mapped:
+                (area, block), theirs = received[rank], answers[rank]
+                assert theirs is not None
+                areas[rank] = kernels.SharedMemory.from_descriptor(gpu, area, theirs["area"])
+                if theirs["blocks"]:
+                    blocks[rank] = kernels.SharedMemory.from_descriptor(gpu, block, theirs["blocks"])
+                else:
+                    blocks[rank] = kernels.SharedMemory.from_host(gpu, block, request.config)
+            exchange.lay_relays(areas, blocks)
+
+        attempts.run(lay)
+    agree(control, "AllToAll: relays", {"error": attempts.error}, request.patience)
+
+
 def _where_blocks_are(symmetric: Symmetric | None) -> list[Any]:
     """Returns the addresses of blocks that are put, for the exchange."""
     if symmetric is None:
@@ -169,6 +207,8 @@ def _check_apart(request: Request, apart: dict[tuple[int, int], str]) -> None:
     replicas = request.config.replicas
     for (a, b), why in sorted(apart.items()):
         text = f"the GPU of rank {a} cannot map the memory of rank {b}'s: {why}"
+        if request.config.node_ranks:
+            raise Error(f"dedup='node' needs GPUs of a node that map each other's memory, and {text}. Use dedup='rank'")
         if request.transport == "mapped":
             raise Error(f"transport='mapped': {text}. transport='auto' lets the proxy carry between them")
         if a // replicas == b // replicas:

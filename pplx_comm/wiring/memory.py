@@ -36,8 +36,6 @@ def make_exchange(control: ControlPlane, request: Request, peers: Peers, ranks_h
 
 def lay_relays(control: ControlPlane, request: Request, exchange: Any, peers: Peers) -> None:
     """Collective, anew in each generation: relays serve other sources then. All that goes between nodes lies in this memory."""
-    if request.config.node_ranks == 0:
-        return
     attempts = Attempts()
     nbytes = {rank: exchange.relay_bytes(rank) for rank in [control.rank, *peers.mapped]}
     what = ("the rails", "AllToAll: memory of relays")

@@ -13,8 +13,9 @@ from pplx_comm.errors import Error
 from pplx_comm.gpus import cuda_module
 from pplx_comm.wiring.carriers import host_key
 from pplx_comm.wiring.compare import Answers, Attempts, agree, compare
+from pplx_comm.wiring.config import WHOLE
 from pplx_comm.wiring.connect import connect
-from pplx_comm.wiring.gpu_memory import make_gpu_exchange
+from pplx_comm.wiring.gpu_memory import lay_gpu_relays, make_gpu_exchange
 from pplx_comm.wiring.libfabric import Locality, this_locality
 from pplx_comm.wiring.memory import lay_relays, make_exchange
 from pplx_comm.wiring.peers import Peers, find_peers, node_ranks, nodes_of
@@ -33,6 +34,8 @@ def wire_up(control: ControlPlane, request: Request, used_numbers: set[int]) -> 
     peers = attempts.run(lambda: find_peers(request, control, left))
     config.node_ranks = attempts.run(lambda: node_ranks(request, control, peers)) or 0
     config.combine_fp8 = bool(config.node_ranks) and request.combine_wire == "fp8"
+    if config.node_ranks and request.gpu is not None:
+        config.part_bytes = WHOLE
     locality = attempts.run(lambda: _locality(request))
     answers = agree(
         control,
@@ -59,7 +62,7 @@ def wire_up(control: ControlPlane, request: Request, used_numbers: set[int]) -> 
     if control.generation > 0:  # made after a reset, by those that are left
         wiring.exchange.reset(core_generation(control.generation), [rank in alive for rank in range(control.world_size)])
     try:
-        lay_relays(control, request, wiring.exchange, wiring.peers)
+        _lay_relays(control, request, wiring)
         if proxied:
             connect(control, request, wiring, alive)
         # No rank writes before all can receive.
@@ -84,9 +87,18 @@ def rewire(control: ControlPlane, request: Request, wiring: Wiring, survivors: l
     if wiring.puts:
         settle(control, request, wiring, answers)
     elif any(answer is not None and answer["remote"] for answer in answers):
-        lay_relays(control, request, wiring.exchange, wiring.peers)
+        _lay_relays(control, request, wiring)
         connect(control, request, wiring, survivors)
     agree(control, "reset: ready", {}, request.patience)
+
+
+def _lay_relays(control: ControlPlane, request: Request, wiring: Wiring) -> None:
+    if request.config.node_ranks == 0:
+        return
+    if request.gpu is None:
+        lay_relays(control, request, wiring.exchange, wiring.peers)
+    else:
+        lay_gpu_relays(control, request, wiring.exchange, wiring.peers, wiring.kernels)
 
 
 def settle(control: ControlPlane, request: Request, wiring: Wiring, answers: Answers) -> None:

@@ -26,6 +26,7 @@
 //   cpu, proxy        Dispatch word          Dispatch word             Combine word                   Combine word
 //   cuda, mapped      tagged vec16s          blanks, in-row words      blanks; tails: in-row words    tagged vec16
 //   cuda, proxy       Dispatch word          pieces                    pieces                         Combine word
+//   cuda, relay       tagged vec16s          Dispatch word             as mapped, to the relay        as mapped, to the relay
 //
 // Weights blocks have the Weights word, rows between replicas come as the rows of a combine do, with the Slice word for their
 // header. A proxy's word on cuda lies in pinned host memory, or in the GPU's by GDRCopy; one warp looks there, and passes it on to

@@ -7,7 +7,7 @@
 
 namespace pplx::cuda {
 
-SharedMemory::SharedMemory(int device, std::size_t bytes, const std::string& what) : device_(device), bytes_(bytes) {
+SharedMemory::SharedMemory(int device, std::size_t bytes, const std::string& what, bool) : device_(device), bytes_(bytes) {
   const int fd = memfd_create("pplx-emulation", MFD_CLOEXEC);
   if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) throw CudaError("no memory for " + what);
   handle_ = static_cast<unsigned long long>(fd);
@@ -18,6 +18,8 @@ SharedMemory::SharedMemory(int device, int fd, std::size_t bytes)
     : device_(device), handle_(static_cast<unsigned long long>(dup(fd))), bytes_(bytes) {
   map();
 }
+
+SharedMemory::SharedMemory(int device, int fd, std::size_t bytes, std::size_t, std::size_t) : SharedMemory(device, fd, bytes) {}
 
 SharedMemory::SharedMemory(int device, const std::string&, std::size_t) : device_(device) {
   throw CudaError("the emulation has no IPC handles");

@@ -19,6 +19,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU"), p
 
 RANKS = 4 if AT_ONCE >= 4 else 2
 CARRIERS = ["proxy:shm", "proxy:tcp", *(["mixed:tcp", "dealt:tcp"] if RANKS == 4 else [])]
+RELAYED = ["relayed:tcp", "relayed-dealt:shm"] if RANKS == 4 else []
 CHAOS = {
     "PPLX_COMM_CHAOS": f"seed={seed()},delay=0.3,delay_us=400,shuffle=0.7,split=0.5,duplicate=0.3,replay=0.2,again=0.3",
     "PPLX_COMM_ENDPOINTS": "2",
@@ -46,18 +47,21 @@ def small(transport: str, **changes: object) -> Case:
     return replace(case, **changes)  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("transport", CARRIERS)
+def drawn(number: int, transport: str) -> Case:
+    case = random_case(seed() * 100_000 + number, RANKS, (transport,))
+    return replace(case, replicas=1) if case.relayed else case
+
+
+@pytest.mark.parametrize("transport", [*CARRIERS, *RELAYED])
 def test_random_shapes(crew: Crews, transport: str) -> None:
-    begin = seed() * 100_000 + 60_000
     for number in range(20):
-        crew.run("gpu_cases:exchange", random_case(begin + number, RANKS, (transport,)))
+        crew.run("gpu_cases:exchange", drawn(60_000 + number, transport))
 
 
-@pytest.mark.parametrize("transport", CARRIERS)
+@pytest.mark.parametrize("transport", [*CARRIERS, *RELAYED])
 def test_random_shapes_in_a_chaos(unruly: Crews, transport: str) -> None:
-    begin = seed() * 100_000 + 70_000
     for number in range(10):
-        unruly.run("gpu_cases:exchange", random_case(begin + number, RANKS, (transport,)), timeout=120)
+        unruly.run("gpu_cases:exchange", drawn(70_000 + number, transport), timeout=120)
 
 
 @pytest.mark.parametrize(("wire", "transport"), [(wire, CARRIERS[n % len(CARRIERS)]) for n, wire in enumerate(WIRES)])
@@ -66,7 +70,7 @@ def test_full_shape_as_on_the_cpu(crew: Crews, wire: str, transport: str) -> Non
     crew.run("gpu_cases:both_devices", case, 2, timeout=200)
 
 
-@pytest.mark.parametrize("transport", CARRIERS)
+@pytest.mark.parametrize("transport", [*CARRIERS, *RELAYED])
 def test_soak(crew: Crews, transport: str) -> None:
     case = small(transport, first_step=2**32 - 500)
     assert crew.run("gpu_cases:soak", case, 1000, timeout=200) == [0] * RANKS
@@ -87,7 +91,7 @@ def test_soak_in_a_chaos(unruly: Crews, transport: str) -> None:
     assert unruly.run("gpu_cases:soak", small(transport, wire="fp8"), 150, timeout=200) == [0] * RANKS
 
 
-@pytest.mark.parametrize("transport", CARRIERS)
+@pytest.mark.parametrize("transport", [*CARRIERS, *RELAYED])
 def test_graph_replay(crew: Crews, transport: str) -> None:
     """No host call of ours: the proxy follows the mailbox."""
     case = small(transport, wire="fp8", align=8)
@@ -100,7 +104,7 @@ def test_streams(crew: Crews, transport: str) -> None:
     crew.run("gpu_cases:streams", small(transport, in_flight=2), 40, timeout=120)
 
 
-@pytest.mark.parametrize("transport", CARRIERS[1:])
+@pytest.mark.parametrize("transport", [*CARRIERS[1:], *RELAYED])
 def test_a_silent_rank(transport: str) -> None:
     with Crew(RANKS) as crew:
         found = crew.run("gpu_cases:lost_peer", small(transport), 0.5, timeout=100)
@@ -123,7 +127,7 @@ def test_killed(transport: str) -> None:
         assert left_in_shm(crew) == []
 
 
-@pytest.mark.parametrize("transport", [carrier for carrier in CARRIERS if not carrier.endswith("shm")])
+@pytest.mark.parametrize("transport", [carrier for carrier in [*CARRIERS, *RELAYED] if not carrier.endswith("shm")])
 @pytest.mark.alone
 def test_reset(transport: str, tmp_path: Path) -> None:
     paths = [str(tmp_path / f"died{i}") for i in range(2)]

@@ -28,6 +28,7 @@ PROXY = "test_random_shapes and tcp"
 SENDS = "test_large_steps_of_many_chunks or test_large_steps_of_any_bits or test_large_steps_and_steps_of_few"
 NUMBERED = "test_large_steps_of_compact_rows"
 WORDS = "test_few_rows_of_ranks_with_many"
+RELAYED = "test_emulation_relays and (random_shapes or other_sizes)"
 DEALT = "large_steps_of_sums or test_large_steps_of_many_chunks or test_long_rows_of_many"
 
 MUTANTS = [
@@ -658,5 +659,85 @@ MUTANTS = [
         "rows of expert_out beyond 4 GiB are read among the first ones",
         "far_rows_of_many and compact",
         "_cuda",
+    ),
+    Mutant(
+        "relays: a row is read before its number is there",
+        "src/cuda/remote/dispatch_extras.cuh",
+        "const bool good = threadIdx.x % 32 != 0 || wait<Match::Reached>(",
+        "const bool good = threadIdx.x % 32 != 1 || wait<Match::Reached>(",
+        "a mate copies another row, or what is no row",
+        RELAYED,
+        "_cuda",
+        kernels=WHOLE,
+    ),
+    Mutant(
+        "relays: a mask of numbers is one of ranks",
+        "src/cuda/remote/dispatch_extras.cuh",
+        "1u << a.relays.number[rank] : 0",
+        "1u << rank % 32 : 0",
+        "rows go to other mates than those that want them",
+        RELAYED,
+        "_cuda",
+        kernels=WHOLE,
+    ),
+    Mutant(
+        "relays: a mask names a rank that there is not",
+        "src/cuda/remote/relay_dispatch.cuh",
+        " && (mask[j] & ~r.mates) == 0;",
+        ";",
+        "a damaged block is not noticed",
+        "damaged_node_blocks",
+        "_cuda",
+        kernels=WHOLE,
+    ),
+    Mutant(
+        "relays: answers are counted on",
+        "src/cuda/remote/relay_dispatch.cuh",
+        "*answers_begun(k, step) = 0;",
+        "*answers_begun(k, step) += 0;",
+        "the set's next step answers no source",
+        RELAYED,
+        "_cuda",
+        kernels=WHOLE,
+    ),
+    Mutant(
+        "relays: what mates returned stays",
+        "src/cuda/remote/relay_combine.cuh",
+        "    arriving.make_places_blank();\n",
+        "",
+        "the set's next step adds up rows of this one",
+        RELAYED,
+        "_cuda",
+        kernels=WHOLE,
+    ),
+    Mutant(
+        "relays: a choice's tail comes from any mate",
+        "src/cuda/remote/relay_combine.cuh",
+        " == route.w && route.x != kNowhere;",
+        " != kNone && route.x != kNowhere;",
+        "only the rank that has the expert wrote the tail",
+        RELAYED,
+        "_cuda",
+        kernels=WHOLE,
+    ),
+    Mutant(
+        "relays: weights by number, not by choice",
+        "src/cuda/extras/weights.cuh",
+        "weight = __ldcg(weights + __ffs(static_cast<int>(choices)) - 1);",
+        "weight = __ldcg(weights + threadIdx.x % 32);",
+        "a node block has the weights of all choices",
+        RELAYED,
+        "_cuda",
+        kernels=WHOLE,
+    ),
+    Mutant(
+        "relays: a relay waits as long as the sources",
+        "src/cuda/remote/relay_combine.cuh",
+        "Deadline deadline(k, step, kAnswersSooner);",
+        "Deadline deadline(k, step, 0);",
+        "they blame the relay, not the mate that is late",
+        "test_blame",
+        "_cuda",
+        kernels=WHOLE,
     ),
 ]

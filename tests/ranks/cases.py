@@ -57,6 +57,7 @@ class Case:
             "nvshmem-mixed": min(max(2, self.replicas), self.world_size),
             "mixed": min(max(2, self.replicas), self.world_size),
             "relayed": min(max(2, self.replicas), self.world_size),
+            "relayed-copy": 2,
         }.get(self.transport.partition(":")[0])
 
     @property

@@ -66,6 +66,7 @@ def open_all_to_all(me: Any, case: Case, **changes: Any) -> pc.AllToAll:
         "dealt": {"transport": "auto", "provider": provider},
         "relayed": {"transport": "auto", "provider": provider, "dedup": "node"},
         "relayed-dealt": {"transport": "auto", "provider": provider, "dedup": "node"},
+        "relayed-copy": {"transport": "auto", "provider": "copy", "placement": "device", "dedup": "node"},
     }[kind]
     arguments: dict[str, Any] = {
         "num_experts": case.num_experts, "top_k": case.top_k, "hidden": case.hidden, "max_tokens_per_rank": case.max_tokens,

@@ -173,6 +173,13 @@ void bind_memory(py::module_& m) {
           [](int device, int fd, std::size_t bytes) { return std::make_shared<SharedMemory>(device, fd, bytes); },
           py::arg("device"), py::arg("fd"), py::arg("nbytes"), Unlocked())
       .def_static(
+          "from_host",
+          [](int device, int fd, const Config& config) {
+            const Heap heap = heap_of(config);
+            return std::make_shared<SharedMemory>(device, fd, heap.shared_bytes, heap.remote_blocks[0], heap.shared_bytes);
+          },
+          py::arg("device"), py::arg("fd"), py::arg("config"), Unlocked(), "Blocks of a mate's proxy in host memory.")
+      .def_static(
           "from_ipc",
           [](int device, const py::bytes& handle, std::size_t bytes) {
             return std::make_shared<SharedMemory>(device, std::string(handle), bytes);
@@ -194,7 +201,10 @@ void bind_exchange(py::module_& m) {
       .def("record", [](StreamEvent& event, Address stream) { event.record(pointer<CUstream_st>(stream)); }, py::arg("stream"))
       .def("wait", [](StreamEvent& event, Address stream) { event.wait(pointer<CUstream_st>(stream)); }, py::arg("stream"));
   py::class_<HostHeap, Carried, std::shared_ptr<HostHeap>>(m, "HostHeap", kLocal, "Blocks that the proxy moves, and their words.")
-      .def_property_readonly("pinned_bytes", &HostHeap::pinned_bytes, "Bytes of host memory.");
+      .def_property_readonly("pinned_bytes", &HostHeap::pinned_bytes, "Bytes of host memory.")
+      .def("descriptor", &HostHeap::descriptor, "With node_ranks: a file descriptor of the blocks; the caller closes it.")
+      .def_property_readonly("blocks_nbytes", [](const HostHeap& host) { return host.blocks() ? host.blocks()->bytes : 0; },
+                             "Bytes of the blocks in GPU memory; 0: they are in host memory.");
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange", kLocal)
       .def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("nodes"), py::arg("remote"),
            py::arg("proxied"),
@@ -264,6 +274,8 @@ void bind_exchange(py::module_& m) {
             e.fail(abort_named(reason, origin, peer, step), message);
           },
           py::arg("reason"), py::arg("origin"), py::arg("peer"), py::arg("step"), py::arg("message"))
+      .def("relay_bytes", &Exchange::relay_bytes, py::arg("mate"))
+      .def("lay_relays", &Exchange::lay_relays, py::arg("areas"), py::arg("blocks"), Unlocked())
       .def("peer_left", &Exchange::peer_left, py::arg("peer"))
       .def("peer_busy", &Exchange::peer_busy, py::arg("peer"), py::arg("busy"))
       .def("name_networks", &Exchange::name_networks, py::arg("by_peer"))

@@ -10,6 +10,7 @@
 
 #include "../../protocol/heap.h"
 #include "../../protocol/notices.h"
+#include "../../protocol/relay_layout.h"
 #include "../../protocol/scale_strides.h"
 #include "tuning.h"
 
@@ -238,6 +239,22 @@ struct Tokens {
   const float* weights = nullptr;  // [tokens, top_k]; null: ones
 };
 
+// With node_ranks: the ranks to which rows go, and where relays are. Mates are known by their numbers on the node.
+struct Relays {
+  std::uint8_t rep[kMaxPeers] = {};  // where rows for a rank go: without relays to itself
+  std::uint8_t number[kMaxPeers] = {};  // a rank's, on its node
+  std::uint8_t holder[kMaxPeers] = {};  // a source's relay on this node
+  std::uint8_t nth[kMaxPeers] = {};  // a source's number among those of its relay
+  std::uint8_t rank[kMaxNodeRanks] = {};  // a mate's
+  std::uint32_t mates = 0;  // the living, a bit each
+  std::uint64_t sources = 0;  // ranks whose relay this one is, a bit each
+  std::uint64_t skipped = 0;  // living remote ranks to which this one sends nothing, a bit each
+  char* blocks[kMaxNodeRanks] = {};  // a mate's Common::blocks
+  char* areas[kMaxNodeRanks] = {};  // a mate's
+  BlockLayout answer;  // of answers; without combine_fp8 that of Common::combine
+  RelayLayout layout;  // this rank's; all have the rows and blocks at the same place
+};
+
 // First in all arguments.
 struct LaunchArguments {
   Common common;
@@ -256,6 +273,7 @@ struct DispatchArguments : LaunchArguments, Tokens {
   ChunkCounts chunk_counts;
   DispatchHooks hooks;
   PieceArguments pieces;
+  Relays relays;
 };
 
 // How a combine row is sent, or received by a warp: in strips, and in large steps sent in runs of them.
@@ -302,6 +320,7 @@ struct CombineArguments : LaunchArguments, ExpertOutputs, Result {
   PieceArguments pieces;
   bool by_node = false;  // the rows of a node's ranks are added first: protocol/nodes.h
   std::uint16_t node_of[kMaxPeers] = {};  // then: by rank
+  Relays relays;
 };
 
 }  // namespace pplx::cuda

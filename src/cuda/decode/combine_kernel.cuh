@@ -34,7 +34,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(
       s.claimed.set();
     }
     if constexpr (!kMappedOnly)
-      if (k.remote != 0) CombineExtras<kMappedOnly>::find_what_may_be_sent(k, step, s);
+      if (k.remote != 0 && !has_relays(k)) CombineExtras<kMappedOnly>::find_what_may_be_sent(k, step, s);
     if (threadIdx.x / 32 < senders) send_combine<T, kMappedOnly, kSent>(a, step, units, senders, places, s);
   }
   if (a.recv) {

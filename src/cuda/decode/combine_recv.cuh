@@ -72,8 +72,26 @@ struct ArrivingStrips {
   }
 };
 
+// Loads a lane's numbers of an answer that came as codes, each with the scale of its 128.
+template <typename T>
+__device__ inline uint4 load_codes(const Relays& r, const char* row, std::uint32_t begin) {
+  const std::uint32_t element = begin * T::kPerVector / 16;
+  const float scale = __ldcg(reinterpret_cast<const float*>(row + r.answer.scales_at) + element / scale_block(Wire::FP8));
+  float f[T::kPerVector];
+#pragma unroll
+  for (std::uint32_t i = 0; i < T::kPerVector; i += 4) {
+    const std::uint32_t codes = __ldcg(reinterpret_cast<const std::uint32_t*>(row + element + i));
+#pragma unroll
+    for (std::uint32_t j = 0; j < 4; ++j) {
+      const std::uint32_t code = codes >> 8 * j, bits = (code & 0x80u) << 24 | (code & 0x7fu) << 20;
+      f[i + j] = __fmul_rn(__fmul_rn(float_of(bits), float_of(0x7b800000u)), scale);  // 2^120. Where a code is NaN the scale is
+    }
+  }
+  return T::pack(f);
+}
+
 // The rows first, first + 1 ... of a token's n. Each of the first n lanes has a row and its rank. False: they will not come.
-template <bool kMappedOnly>
+template <bool kMappedOnly, typename T = void>
 __device__ inline bool await_strips(const CombineArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t n, char* row,
                                     std::uint32_t entry, ArrivingStrips& strips) {
   const Common& k = a.common;
@@ -93,6 +111,11 @@ __device__ inline bool await_strips(const CombineArguments& a, std::uint32_t ste
 #pragma unroll
     for (int j = 0; j < kReceivedVectors; ++j) {
       if (!strips.has(j)) continue;
+      if constexpr (!kMappedOnly)
+        if (k.c.combine_fp8 && (strips.there >> i & 1) != 0) {
+          strips.v[i][j] = load_codes<T>(a.relays, strips.row[i], strips.begin + j * 512);
+          continue;
+        }
       if ((strips.there >> i & 1) != 0)
         strips.v[i][j] = load_arrived(strips.row[i] + strips.begin + j * 512);
       else
@@ -116,7 +139,10 @@ __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t st
   if constexpr (!kMappedOnly) ends = CombineExtras<kMappedOnly>::order_by_node(a, entry);
   const std::uint32_t n = __popc(__ballot_sync(~0u, entry != kNone)), rank = entry >> 20;
   char* row = nullptr;
-  if (entry != kNone) row = own_slot<kMappedOnly>(k, set_of(k.c, step), Op::Combine, rank) + k.combine.row_at(entry & 0xfffffu);
+  if (entry != kNone) {
+    const bool answered = !kMappedOnly && is_remote(k, rank);
+    row = own_slot<kMappedOnly>(k, set_of(k.c, step), Op::Combine, rank) + (answered ? a.relays.answer : k.combine).row_at(entry & 0xfffffu);
+  }
   const std::uint32_t begin = strip * strip_bytes(kReceivedVectors) + threadIdx.x % 32 * 16;
   const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kReceivedVectors));
   char* y = a.y + std::uint64_t{k.slice.token(own)} * a.y_stride;
@@ -125,7 +151,7 @@ __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t st
   if (a.accumulate) sums.load(y, begin, end);
   for (std::uint32_t first = 0; first < n; first += ArrivingStrips::kRows) {
     ArrivingStrips strips(begin, end);
-    if (!await_strips<kMappedOnly>(a, step, first, n, row, entry, strips)) return false;
+    if (!await_strips<kMappedOnly, T>(a, step, first, n, row, entry, strips)) return false;
     mark_stage(k, Stage::Came);
 #pragma unroll
     for (int i = 0; i < strips.kRows; ++i) {
@@ -169,6 +195,7 @@ __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t 
   const Common& k = a.common;
   if constexpr (!kMappedOnly) {
     if (k.remote != 0) CombineExtras<kMappedOnly>::receive_headers(a, step);
+    if (a.relays.sources != 0 && !CombineExtras<kMappedOnly>::template answer_sources<T>(a, step)) return;
     if (k.slice.of > 1) {
       if (a.release || CombineExtras<kMappedOnly>::template receive_with_replicas<T>(a, step))
         receive_headers<kMappedOnly>(a, step);

@@ -2,6 +2,7 @@
 // sum over the row's local experts, stored into the source's memory. extras/weights.cuh has what comes before them.
 #pragma once
 
+#include "../common/relays.cuh"
 #include "../common/step.cuh"
 #include "../common/sum.cuh"
 
@@ -119,6 +120,18 @@ __device__ inline std::uint32_t flags_of(const CombineArguments& a) {
   return (a.release ? kReleased : 0u) | (a.uses_weights ? kUsesWeights : 0u) | (a.has_tail ? kHasTail : 0u);
 }
 
+// Returns the block with this rank's sums for a peer: at the peer, in what the proxy sends, or at the peer's relay here.
+template <bool kMappedOnly>
+__device__ inline char* block_of_sums(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
+  const Common& k = a.common;
+  const std::uint32_t set = set_of(k.c, step);
+  if constexpr (!kMappedOnly)
+    if (has_relays(k) && is_remote(k, peer)) return block_of_mate(k, a.relays, set, peer, a.relays.number[k.c.rank]);
+  return block_for(k, set, Op::Combine, peer);
+}
+// True if the proxy carries it.
+__device__ inline bool is_carried(const Common& k, std::uint32_t peer) { return is_remote(k, peer) && !has_relays(k); }
+
 // A peer of the node gets it as one tagged vec16: it proves that this rank has read the peer's dispatch.
 template <bool kMappedOnly>
 __device__ inline void send_combine_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer,
@@ -127,8 +140,8 @@ __device__ inline void send_combine_header(const CombineArguments& a, std::uint3
   const std::uint32_t lane = threadIdx.x % 32;
   const std::uint32_t rows = a.release ? 0 : s.rows_begin[peer + 1] - s.rows_begin[peer];
   const std::uint32_t flags = flags_of(a) | (*a.received.overflowed != 0 ? kOverflowed : 0u);
-  char* block = block_for(k, set_of(k.c, step), Op::Combine, peer);
-  if (kMappedOnly || !is_remote(k, peer)) {
+  char* block = block_of_sums<kMappedOnly>(a, step, peer);
+  if (kMappedOnly || !is_carried(k, peer)) {
     fuzz_delay(k, rows);
     if (lane == 0) store_tagged(k, block, step, rows, flags, k.c.rank);
     return;
@@ -202,9 +215,9 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   mark_stage(k, Stage::Found);
 
   const std::uint32_t last = min(strip + units.together, a.sent.strips);
-  const bool remote = !kMappedOnly && is_remote(k, of.source);
+  const bool remote = !kMappedOnly && is_carried(k, of.source);
   if (remote && !s.may_send) return;
-  char* to = block_for(k, set_of(k.c, step), Op::Combine, of.source) + k.combine.row_at(of.row);
+  char* to = block_of_sums<kMappedOnly>(a, step, of.source) + k.combine.row_at(of.row);
 #pragma unroll 1
   for (; strip < last; ++strip) {
     const std::uint32_t begin = strip * strip_bytes(kVectors) + threadIdx.x % 32 * 16;

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "../common/arrival.cuh"
+#include "../common/relays.cuh"
 #include "../plan/output_rows.cuh"
 
 namespace pplx::cuda {
@@ -141,9 +142,15 @@ __device__ inline bool receive_part(const DispatchArguments& a, std::uint32_t st
   r.source = 0;
   while (s.rows_begin[r.source + 1] <= r.at) ++r.source;
   const std::uint32_t number = r.at - s.rows_begin[r.source];
-  ArrivedPart part(k, own_slot<kMappedOnly>(k, set_of(k.c, step), Op::Dispatch, r.source) + k.dispatch.row_at(number), nth);
+  const char* row = own_slot<kMappedOnly>(k, set_of(k.c, step), Op::Dispatch, r.source) + k.dispatch.row_at(number);
   const bool mapped = kMappedOnly || !is_remote(k, r.source), shows = mapped && number < s.showing[r.source];
-  if (!fetch_part<kMappedOnly>(k, step, r.source, number, shows, part)) return false;
+  const bool of_node = !mapped && has_relays(k);
+  if constexpr (!kMappedOnly)
+    if (of_node && (row = DispatchExtras<kMappedOnly>::find_node_row(a, step, r.source, number)) == nullptr) return false;
+  ArrivedPart part(k, row, nth);
+  if (of_node) part.load(k, part.wanted);
+  if (of_node && part.route.w != k.c.rank) part.route.x = kNowhere;  // a mate's choice
+  if (!of_node && !fetch_part<kMappedOnly>(k, step, r.source, number, shows, part)) return false;
   mark_stage(k, Stage::RowThere);
   s.placed.wait();
   if (!s.placed_all || !read_route(a, step, part.route, e, r)) return false;

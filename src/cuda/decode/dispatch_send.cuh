@@ -5,6 +5,7 @@
 
 #include <type_traits>
 
+#include "../common/relays.cuh"
 #include "../common/step.cuh"
 #include "../plan/token_plan.cuh"
 #include "payload.cuh"
@@ -105,7 +106,7 @@ struct EarlyLoads {
       s.plan.weights[threadIdx.x] = weight;
     }
     payload.prepare(k);
-    if (choices <= k.c.top_k) token.choose(k, threadIdx.x % 32 < k.c.top_k ? valid : -1, weight);
+    if (choices <= k.c.top_k) token.choose(a, threadIdx.x % 32 < k.c.top_k ? valid : -1, weight);
   }
   __device__ void load(const DispatchArguments& a, std::uint32_t unit) {
     if ((kMappedOnly || a.ids != nullptr) && unit < a.units) counted.template load<kMappedOnly>(a, tokens_before(a, unit));
@@ -175,8 +176,9 @@ __device__ inline void send_counts(const DispatchArguments& a, std::uint32_t ste
     fuzz_delay(k, rows);
     store_tagged(k, k.peers[peer] + k.heap.rows_at(k.c, set, k.c.rank), step, rows, k.showing_rows, a.own >= k.word_rows ? 1 : 0);
   }
-  // Zeroes the row counts of dead ranks.
-  if (!kMappedOnly && peer == k.c.rank && threadIdx.x < k.c.world && (k.dead >> threadIdx.x & 1) != 0) a.plan.rows[threadIdx.x] = 0;
+  // Zeroes the row counts of ranks to which no row goes.
+  if (!kMappedOnly && peer == k.c.rank && threadIdx.x < k.c.world && ((k.dead | a.relays.skipped) >> threadIdx.x & 1) != 0)
+    a.plan.rows[threadIdx.x] = 0;
   if constexpr (!kMappedOnly)
     if (k.slice.of > 1 && ((k.replicas | 1ull << k.c.rank) >> peer & 1) != 0)
       DispatchExtras<kMappedOnly>::tell_replica(a, step, peer, s);
@@ -228,6 +230,8 @@ __device__ inline void write_route(const DispatchArguments& a, std::uint32_t ste
                                    const PlannedToken<kMappedOnly>& t, char* row) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
+  if constexpr (!kMappedOnly)
+    if (has_relays(k) && is_remote(k, rank)) return DispatchExtras<kMappedOnly>::write_node_route(a, step, own, rank, t, row);
   if (lane >= k.c.top_k) return;
   const std::uint32_t expert = static_cast<std::uint32_t>(t.id) - first_expert_of(k, rank);
   store_tagged(k, row + k.dispatch.route_at + 16 * lane, step, t.rank == rank ? route_place(expert, t.index) : kNowhere,
@@ -278,7 +282,7 @@ __device__ inline void send_tokens(const DispatchArguments& a, std::uint32_t ste
     PlannedToken<kMappedOnly> t = early.token;
     if (n > 1) {
       const std::uint32_t lane = threadIdx.x % 32, at = i * k.c.top_k + lane;
-      t.choose(k, lane < k.c.top_k ? s.plan.ids[at] : -1, lane < k.c.top_k ? s.plan.weights[at] : 0.0f);
+      t.choose(a, lane < k.c.top_k ? s.plan.ids[at] : -1, lane < k.c.top_k ? s.plan.weights[at] : 0.0f);
     }
     plan.place(a, first, i, s.plan, experts, t);
     t.find_rows(k, s.rows_at);
@@ -352,7 +356,7 @@ __device__ inline void send_unit(const DispatchArguments& a, std::uint32_t step,
     if (kMappedOnly || !is_remote(k, peer))
       send_counts<kMappedOnly>(a, step, peer, s, experts);
     else if constexpr (!kMappedOnly)
-      if (s.may_send) DispatchExtras<kMappedOnly>::write_header(a, step, peer, s, experts);
+      if (s.may_send && (a.relays.skipped >> peer & 1) == 0) DispatchExtras<kMappedOnly>::write_header(a, step, peer, s, experts);
     mark_stage(k, Stage::Counted);
     return;
   }

@@ -24,12 +24,13 @@ __device__ inline void take_tail(const CombineArguments& a, std::uint32_t step, 
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   const std::int32_t id = lane < k.c.top_k ? a.plan.ids[std::uint64_t{own} * k.c.top_k + lane] : -1;
-  const std::uint32_t wanted = id < 0 ? kNone : k.per_rank.divide(static_cast<std::uint32_t>(id));
+  const std::uint32_t wanted = id < 0 ? kNone : a.relays.rep[k.per_rank.divide(static_cast<std::uint32_t>(id))];
   std::uint32_t value = 0;
   for (std::uint32_t i = 0; i < n; ++i) {
     const std::uint32_t from = __shfl_sync(~0u, rank, i);
     const auto* its_row = of_lane(row, static_cast<int>(i));
-    if (from == wanted) value = __ldcg(reinterpret_cast<const std::uint32_t*>(its_row + k.combine.tail_at) + lane);
+    const std::uint32_t tail_at = (is_remote(k, from) ? a.relays.answer : k.combine).tail_at;
+    if (from == wanted) value = __ldcg(reinterpret_cast<const std::uint32_t*>(its_row + tail_at) + lane);
   }
   if (lane < k.c.top_k) a.tail_out[std::uint64_t{k.slice.token(own)} * k.c.top_k + lane] = value;
   if (kGives) give_tail(k, step, own, value);

@@ -10,7 +10,8 @@ __device__ inline void send_weights(const CombineArguments& a, std::uint32_t ste
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   char* block = block_for(k, set_of(k.c, step), Op::Weights, peer);
-  if (is_remote(k, peer) && !may_write(k, step, Op::Weights, peer)) return;
+  const bool of_node = is_remote(k, peer) && has_relays(k);
+  if (is_remote(k, peer) && ((a.relays.skipped >> peer & 1) != 0 || !may_write(k, step, Op::Weights, peer))) return;
   write_header(k, block, step, a.plan.rows[peer], kUsesWeights, lane);
   for (std::uint32_t own = lane; own < a.own; own += 32) {
     const std::uint64_t at = std::uint64_t{own} * k.c.top_k;
@@ -24,7 +25,7 @@ __device__ inline void send_weights(const CombineArguments& a, std::uint32_t ste
     auto* to = reinterpret_cast<float*>(block + k.weights.row_at(row));
     for (std::uint32_t i = 0; i < k.c.top_k; ++i) {
       const std::int32_t id = a.plan.ids[at + i];
-      if (id >= 0 && k.per_rank.divide(id) == peer) *to++ = weights[i];
+      if (of_node || (id >= 0 && k.per_rank.divide(id) == peer)) *to++ = weights[i];  // a mate knows the k of its choices
     }
   }
   __syncwarp();
@@ -39,18 +40,23 @@ __device__ inline void send_weights(const CombineArguments& a, std::uint32_t ste
 __device__ inline bool are_weights_of_rows(const CombineArguments& a, std::uint32_t step, std::uint32_t source) {
   const Common& k = a.common;
   const BlockHeader h = load_header(own_slot(k, set_of(k.c, step), Op::Weights, source));
-  const std::uint32_t rows = a.received.rows_begin[source + 1] - a.received.rows_begin[source];
+  const bool of_node = is_remote(k, source) && has_relays(k);
+  const std::uint32_t rows = of_node ? NumbersOfNode(k, a.relays, set_of(k.c, step), source).all()
+                                     : a.received.rows_begin[source + 1] - a.received.rows_begin[source];
   if (!check_header(k, h, Phase::Weights, step, source)) return false;
   return h.rows == rows || blame(k, Phase::Weights, step, source, rows, h.rows);
 }
 
-// A warp's part: a lane looks after a remote peer's word, and its header.
+// A warp's part: a lane looks after a remote peer's word, and its header. A relay tells its mates.
 __device__ inline void pass_on_weights(const CombineArguments& a, std::uint32_t step) {
   const Common& k = a.common;
   for (std::uint32_t peer = threadIdx.x % 32; peer < k.c.world; peer += 32) {
-    if (!is_remote(k, peer) || (k.dead >> peer & 1) != 0) continue;
-    if (wait_for_block(k, step, Op::Weights, Phase::Weights, peer) && are_weights_of_rows(a, step, peer))
-      pass_on(k, step, Signal::Weights, peer);
+    if (!is_remote(k, peer) || (k.dead >> peer & 1) != 0 || (has_relays(k) && (a.relays.sources >> peer & 1) == 0)) continue;
+    if (!wait_for_block(k, step, Op::Weights, Phase::Weights, peer) || !are_weights_of_rows(a, step, peer)) continue;
+    if (!has_relays(k)) pass_on(k, step, Signal::Weights, peer);
+    fuzz_delay(k, peer);
+    for (std::uint32_t left = a.relays.mates; left != 0; left &= left - 1)
+      raise_arrival<Atomics>(k.peers[a.relays.rank[lowest_rank(left)]], k.heap, k.c, Signal::Weights, peer, k.generation, step);
   }
   __syncwarp();
 }
@@ -66,6 +72,23 @@ __device__ inline bool sent_weight(const CombineArguments& a, std::uint32_t step
   if (!all_of_warp(good)) return false;
   const char* const slot = own_slot(k, set_of(k.c, step), Op::Weights, source);
   if (wants) weight = __ldcg(reinterpret_cast<const float*>(slot + k.weights.row_at(row)) + nth);
+  return true;
+}
+
+// The same for a source whose weights lie in its relay's memory, all of a row's.
+[[maybe_unused]] static __device__ __noinline__ bool sent_node_weight(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t row,
+                                                                      float& weight) {
+  const Common& k = a.common;
+  const Relays& r = a.relays;
+  const std::uint32_t set = set_of(k.c, step);
+  if (!all_of_warp(threadIdx.x % 32 != 0 || wait<Match::Reached>(k, arrival(k, step, Signal::Weights, source), Phase::Weights, step, rank_of_holder(r, source))))
+    return false;
+  std::uint32_t choices = a.received.choices[a.received.rows_begin[source] + row];
+  for (std::uint32_t nth = threadIdx.x % 32; nth != 0; --nth) choices &= choices - 1;
+  if (choices == 0) return true;
+  const std::uint32_t of_node = __ldcg(rows_of_mate(k, r, set, source, r.number[k.c.rank]) + row);
+  const auto* const weights = reinterpret_cast<const float*>(node_block(k, r, set, Op::Weights, source) + k.weights.row_at(of_node));
+  weight = __ldcg(weights + __ffs(static_cast<int>(choices)) - 1);
   return true;
 }
 

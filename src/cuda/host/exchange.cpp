@@ -74,7 +74,9 @@ Common common_of(const Config& c, double timeout_seconds) {
   // The dividend is a strip's number among those of all rows.
   const std::uint64_t most = (std::uint64_t{c.world} * k.most_rows + 1) * ceil_div(k.row_bytes, kReceivedVectors * 512);
   if (most * ceil_div(k.row_bytes, kReceivedVectors * 512) >> 32 != 0) throw Misuse("device='cuda': rows times row bytes exceed the 32-bit index of strips; reduce max_tokens_per_rank");
-  k.timeout_ns = static_cast<std::uint64_t>(timeout_seconds * 1e9);
+  // With relays a wait may be for what another rank waits for: see relays.cuh.
+  const double longer = c.node_ranks != 0 ? deadlines::kAnswered.seconds + deadlines::kPassedOn.seconds : 0;
+  k.timeout_ns = static_cast<std::uint64_t>((timeout_seconds + longer) * 1e9);
 #ifdef PPLX_CUDA_FUZZ
   if (const char* seed = std::getenv("PPLX_COMM_CUDA_FUZZ")) k.fuzz_seed = std::strtoull(seed, nullptr, 0);
 #endif
@@ -112,6 +114,8 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   if (config.num_experts > kMostExperts) throw Misuse("device='cuda' takes at most " + std::to_string(kMostExperts) + " experts");
   if (const char* what = invalid_nodes(config, memory_.nodes)) throw Misuse(what);
   if (!groups_sums(memory_.nodes)) memory_.nodes.clear();
+  if (config.node_ranks != 0 && (memory_.nodes.empty() || !memory_.proxied || in_pieces(config) || config.replicas > 1))
+    throw Misuse("node_ranks needs several nodes, some with several ranks, a proxy and whole blocks, and no replicas");
   const OnDevice on(device_);
   common_ = common_of(config, timeout_seconds);
   for (std::uint32_t peer = 0; peer < config.world; ++peer) {
@@ -122,7 +126,7 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
     common_.peers[peer] = theirs.data();
   }
   if (memory_.proxied) {
-    auto blocks = memory_.blocks_on_gpu ? std::make_unique<BlockMemory>(device_, common_.heap.bytes) : nullptr;
+    auto blocks = memory_.blocks_on_gpu ? std::make_unique<BlockMemory>(device_, common_.heap.bytes, config.node_ranks != 0) : nullptr;
     std::string why_not;
     auto arrivals = memory_.gdrcopy ? GdrMemory::make(device_, common_.heap.counts, why_not) : nullptr;   // the first part of a heap
     host_ = std::make_shared<HostHeap>(config, memory_.remote, memory_.slot_at, std::move(blocks), std::move(arrivals));
@@ -199,6 +203,8 @@ Exchange::~Exchange() {
   }
   memory_.peers.clear();
   memory_.own.reset();
+  relay_areas_.clear();
+  relay_blocks_.clear();
   host_.reset();
   cudaFree(controls_);
   cudaFree(chunk_memory_);
@@ -301,6 +307,52 @@ void Exchange::rebuild_order(const std::vector<bool>& alive) {
   common_.replicas = 0;
   for (const std::uint32_t peer : other_replicas(c, order, [&](std::uint32_t r) { return (common_.remote >> r & 1) == 0; }))
     common_.replicas |= 1ull << peer;
+  find_relays(alive);
+}
+
+void Exchange::find_relays(const std::vector<bool>& alive) {
+  const Config& c = common_.c;
+  const Rails rails = make_rails(c, memory_.nodes, alive);
+  relays_ = {};
+  relay_areas_.clear();
+  for (std::uint32_t rank = 0; rank < c.world; ++rank) {
+    relays_.rep[rank] = static_cast<std::uint8_t>(rails.rep[rank]);
+    relays_.number[rank] = static_cast<std::uint8_t>(rails.number[rank]);
+    relays_.holder[rank] = static_cast<std::uint8_t>(rails.number[rails.holder[rank]]);
+    relays_.nth[rank] = static_cast<std::uint8_t>(rails.nth[rank]);
+    if (c.node_ranks != 0 && alive[rank] && (memory_.remote >> rank & 1) != 0) relays_.skipped |= 1ull << rank;
+  }
+  for (const std::uint32_t rank : rails.rep) relays_.skipped &= ~(1ull << rank);
+  for (const std::uint32_t rank : rails.sources) relays_.sources |= 1ull << rank;
+  for (const std::uint32_t rank : rails.mates) {
+    relays_.mates |= 1u << rails.number[rank];
+    relays_.rank[rails.number[rank]] = static_cast<std::uint8_t>(rank);
+  }
+  relays_.answer = answer_block(c);
+  relays_.layout = relay_layout(c, static_cast<std::uint32_t>(rails.sources.size()));
+}
+
+std::uint64_t Exchange::relay_bytes(std::uint32_t mate) const {
+  std::uint32_t sources = 0;
+  for (std::uint32_t rank = 0; rank < common_.c.world; ++rank)
+    sources += ((memory_.remote & ~common_.dead) >> rank & 1) != 0 && relays_.holder[rank] == relays_.number[mate] ? 1 : 0;
+  return relay_layout(common_.c, sources).bytes;
+}
+
+void Exchange::lay_relays(ByRank areas, ByRank blocks) {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const OnDevice on(device_);
+  const std::uint32_t here = common_.c.rank;
+  for (const auto& [rank, area] : areas) {
+    if (area->bytes() < relay_bytes(rank)) throw Misuse("the mapped memory is smaller than the relay's");
+    relays_.areas[relays_.number[rank]] = area->data();
+  }
+  for (const auto& [rank, memory] : blocks) relays_.blocks[relays_.number[rank]] = memory->data();
+  relays_.blocks[relays_.number[here]] = common_.blocks;
+  check(cudaMemsetAsync(relays_.areas[relays_.number[here]], 0xff, areas.at(here)->bytes(), own_stream_), "cudaMemsetAsync");
+  check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
+  relay_areas_ = std::move(areas);
+  relay_blocks_ = std::move(blocks);
 }
 
 void Exchange::write_control(std::uint32_t generation, const Control& value) {

@@ -4,6 +4,7 @@
 #include <cuda_runtime_api.h>
 
 #include <atomic>
+#include <map>
 #include <memory>
 #include <mutex>
 #include <optional>
@@ -90,6 +91,10 @@ class Exchange {
   std::uint32_t generation() const { return common_.generation; }
   const std::shared_ptr<SharedMemory>& memory() const { return memory_.own; }
   const std::shared_ptr<HostHeap>& host() const { return host_; }   // none inside a node
+  // With node_ranks, anew in each generation: RelayLayouts of this node's living ranks, of which it clears its own, and the mates' blocks.
+  using ByRank = std::map<std::uint32_t, std::shared_ptr<SharedMemory>>;
+  std::uint64_t relay_bytes(std::uint32_t mate) const;
+  void lay_relays(ByRank areas, ByRank blocks);
 
   // Returns how the host numbers the step, which knows nothing of replays. In pieces a receive half is given what its send half was: it sends the rest.
   std::uint32_t dispatch(const Launch& launch, const Tokens& tokens, const Outputs& outputs = {});
@@ -146,6 +151,7 @@ class Exchange {
   DispatchArguments arguments_of(const Launch& launch, const Tokens& tokens, const Outputs& outputs) const;
   Strips sent_strips(const CombineArguments& a) const;
   void add_nodes(CombineArguments& a) const;
+  void find_relays(const std::vector<bool>& alive);
   bool is_large(const Launch& launch, const DispatchArguments& a) const;
   void check_pieces() const;
   void make_round_counts();
@@ -183,6 +189,8 @@ class Exchange {
   FirstFailure first_;
   const ForkCheck fork_;
   std::shared_ptr<HostHeap> host_;
+  Relays relays_;
+  ByRank relay_areas_, relay_blocks_;
 };
 
 }  // namespace pplx::cuda

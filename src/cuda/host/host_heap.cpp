@@ -2,7 +2,6 @@
 
 #include <cuda_runtime_api.h>
 #include <sys/mman.h>
-#include <unistd.h>
 
 #include <cerrno>
 #include <cstring>
@@ -10,14 +9,20 @@
 #include "../../host/failure.h"
 #include "../../protocol/deadlines.h"
 #include "../../protocol/heap_layout.h"
-#include "memory/shared_memory.h"
 #include "runtime.h"
 
 namespace pplx::cuda {
 
-BlockMemory::BlockMemory(int device, std::size_t bytes) {
+BlockMemory::BlockMemory(int device, std::size_t bytes, bool shared) {
   memory_.device = device;
   memory_.bytes = align_up(bytes, 64 << 10);   // pages of a GPU: a dmabuf has whole ones
+  if (shared) {
+    shared_ = std::make_unique<SharedMemory>(device, memory_.bytes, "the blocks of ranks of other nodes", true);
+    memory_.base = shared_->data();
+    memory_.bytes = shared_->bytes();
+    memory_.dmabuf = export_dmabuf(device, memory_.base, memory_.bytes);
+    return;
+  }
   const cudaError_t error = cudaMalloc(&memory_.base, memory_.bytes);
   if (error != cudaSuccess) {
     cudaGetLastError();
@@ -32,15 +37,20 @@ BlockMemory::BlockMemory(int device, std::size_t bytes) {
 
 BlockMemory::~BlockMemory() {
   if (memory_.dmabuf >= 0) close(memory_.dmabuf);
-  cudaFree(memory_.base);
+  if (!shared_) cudaFree(memory_.base);
   cudaGetLastError();
 }
 
-// Pages of this process, which CUDA pins: a provider that copies between processes cannot reach what CUDA itself allocates.
+// Pages of this process, which CUDA pins: a provider that copies between processes cannot reach what CUDA itself allocates. With
+// node_ranks mates map them.
 HostHeap::HostHeap(const Config& config, std::uint64_t remote, std::vector<std::uint32_t> slot_at, std::unique_ptr<BlockMemory> blocks,
                    std::unique_ptr<GdrMemory> arrivals)
     : config_(config), heap_(heap_of(config)), slot_at_(std::move(slot_at)), blocks_(std::move(blocks)), arrivals_(std::move(arrivals)) {
-  void* const memory = mmap(nullptr, heap_.bytes, PROT_NONE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (config.node_ranks != 0) {
+    fd_ = memfd_create("pplx_comm", MFD_CLOEXEC);
+    if (fd_ < 0 || ftruncate(fd_, static_cast<off_t>(heap_.bytes)) != 0) refuse(std::strerror(errno));
+  }
+  void* const memory = mmap(nullptr, heap_.bytes, PROT_NONE, fd_ < 0 ? MAP_PRIVATE | MAP_ANONYMOUS : MAP_SHARED, fd_, 0);
   if (memory == MAP_FAILED) refuse(std::strerror(errno));
   memory_ = static_cast<char*>(memory);
   madvise(memory_, heap_.bytes, MADV_DONTFORK);   // a child's first write would move the parent's page away from the GPU
@@ -93,6 +103,7 @@ void HostHeap::release() {
   for (const Range& range : pinned_) cudaHostUnregister(memory_ + range.at);
   cudaGetLastError();
   munmap(memory_, heap_.bytes);
+  if (fd_ >= 0) close(fd_);
 }
 
 void HostHeap::refuse(const std::string& why) const {

@@ -2,6 +2,8 @@
 // host memory, those of arrivals in the GPU's where the process can write there; the blocks in either.
 #pragma once
 
+#include <unistd.h>
+
 #include <memory>
 #include <string>
 #include <utility>
@@ -13,21 +15,25 @@
 #include "../../host/lost_network.h"
 #include "../../protocol/mailbox.h"
 #include "gdr_memory.h"
+#include "memory/shared_memory.h"
 
 namespace pplx::cuda {
 
 // GPU memory that NICs read and write: the blocks of ranks of other nodes, where the provider takes it.
 class BlockMemory {
  public:
-  BlockMemory(int device, std::size_t bytes);   // zeroed
+  // Zeroed. shared: other processes map it.
+  BlockMemory(int device, std::size_t bytes, bool shared);
   ~BlockMemory();
   BlockMemory(const BlockMemory&) = delete;
   BlockMemory& operator=(const BlockMemory&) = delete;
 
   char* data() const { return static_cast<char*>(memory_.base); }
   const DeviceMemory& description() const { return memory_; }
+  int descriptor() const { return shared_->descriptor(); }
 
  private:
+  std::unique_ptr<SharedMemory> shared_;
   DeviceMemory memory_;
 };
 
@@ -50,6 +56,8 @@ class HostHeap : public Carried {
   char* arrivals_at() const { return arrivals_ ? arrivals_->gpu() : mapped_; }
   char* words_at() const { return mapped_; }
   char* blocks_at() const { return blocks_ ? blocks_->data() : mapped_; }
+  // With node_ranks: a new descriptor of the blocks, for mates.
+  int descriptor() const { return blocks_ ? blocks_->descriptor() : dup(fd_); }
   std::uint64_t pinned_bytes() const { return bytes_of(pinned_); }
   void lost_network(const Abort& abort, const std::string& message) override { losses_.lost({abort, message}); }
   void listen(LossTeller::Tell tell) { losses_.listen(std::move(tell)); }   // null: no listener, from now on
@@ -68,6 +76,7 @@ class HostHeap : public Carried {
   const Config config_;
   const Heap heap_;
   const std::vector<std::uint32_t> slot_at_;
+  int fd_ = -1;  // with node_ranks
   char* memory_ = nullptr;
   char* mapped_ = nullptr;  // the same, as kernels know it
   std::vector<Range> pinned_;

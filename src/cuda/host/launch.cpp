@@ -59,8 +59,8 @@ bool Exchange::is_large(const Launch& launch, const DispatchArguments& a) const 
 
 void Exchange::check_order(const std::optional<Launches::Sequence::Early>& early, const char* call) const {
   if (!early) return;
-  throw Misuse(std::string(call) + ": step " + std::to_string(early->step) + " before step " + std::to_string(early->before) +
-               ", but with slot_bytes=" + std::to_string(common_.c.slot_bytes) + " blocks go in pieces, and steps are received in order");
+  const std::string why = common_.heap.in_pieces ? "slot_bytes=" + std::to_string(common_.c.slot_bytes) + " blocks go in pieces, and" : "dedup='node'";
+  throw Misuse(std::string(call) + ": step " + std::to_string(early->step) + " before step " + std::to_string(early->before) + ", but with " + why + " steps are received in order");
 }
 
 PieceArguments Exchange::pieces_of(const Launch& launch) const {
@@ -113,6 +113,7 @@ DispatchArguments Exchange::arguments_of(const Launch& launch, const Tokens& tok
   a.own = common_.slice.tokens(a.tokens);
   a.plan = plan_view(c, a.tokens, launch.plan);
   a.received = received_view(b, launch.buffer);
+  a.relays = relays_;
   point(a.out.x, launch.buffer, b.x);
   point(a.out.scales, launch.buffer, b.scale);
   a.out.scale = scale_strides(c);
@@ -140,9 +141,9 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
   Launches::Sequence& here = launches_.on(stream);
   if ((launch.halves & kSend) != 0 && here.open_steps() == c.in_flight)
     throw Misuse(too_many_open_text("a step", c.in_flight));
-  const bool pieces = common_.heap.in_pieces;
-  if (pieces && launch.halves == kRecv) check_order(launches_.open_with(here, launch.buffer).receives_early(launch.buffer), "dispatch_recv");
-  if (pieces && launch.halves == (kSend | kRecv)) check_order(here.opens_early(steps_.next()), "dispatch_recv");
+  const bool pieces = common_.heap.in_pieces, ordered = pieces || c.node_ranks != 0;
+  if (ordered && launch.halves == kRecv) check_order(launches_.open_with(here, launch.buffer).receives_early(launch.buffer), "dispatch_recv");
+  if (ordered && launch.halves == (kSend | kRecv)) check_order(here.opens_early(steps_.next()), "dispatch_recv");
   // A dispatch notes how many thread blocks the combine of its step will have, so that number stays while a step is open.
   if (sms_ != wanted_sms_ && here.open_steps() == 0 && launches_.eager().open_steps() == 0) {
     sms_ = wanted_sms_;
@@ -174,7 +175,7 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
   check(cuda::launch(choose(c, DispatchCall(a, large)), a, blocks, stream), "launching dispatch");
   if (!a.recv) here.note_send(stream);
   if ((launch.halves & kSend) == 0) {
-    if (pieces) launches_.open_with(here, launch.buffer).receive(launch.buffer);
+    if (ordered) launches_.open_with(here, launch.buffer).receive(launch.buffer);
     return 0;
   }
   const auto before = static_cast<std::uint32_t>(here.open_steps());
@@ -239,7 +240,7 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   Launches::Sequence& here = launches_.on(stream);
   Launches::Sequence& opened = launches_.open_with(here, launch.buffer);
   const bool pieces = common_.heap.in_pieces;
-  if (pieces && (launch.halves & kRecv) != 0) check_order(opened.sums_early(launch.buffer), "combine_recv");
+  if ((pieces || common_.c.node_ranks != 0) && (launch.halves & kRecv) != 0) check_order(opened.sums_early(launch.buffer), "combine_recv");
   CombineArguments a;
   static_cast<ExpertOutputs&>(a) = outputs;
   static_cast<Result&>(a) = result;
@@ -249,6 +250,7 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   a.own = common_.slice.tokens(a.tokens);
   a.plan = plan_view(common_.c, a.tokens, launch.plan);
   a.received = received_view(layout_, launch.buffer);
+  a.relays = relays_;
   add_nodes(a);
   a.sent = sent_strips(a);
   const bool large = (pieces || !a.release) && a.own >= common_.word_rows;

@@ -13,6 +13,13 @@ inline constexpr std::uint32_t kMostChoicesOfUnit = kMostTokensOfUnit * kMaxTopK
 template <bool kMappedOnly>
 struct DispatchExtras;  // remote/dispatch_extras.cuh
 
+// Returns the rank to which rows for an expert go: its own, or its relay.
+template <bool kMappedOnly>
+__device__ inline std::uint32_t rank_for(const DispatchArguments& a, std::uint32_t expert) {
+  const std::uint32_t rank = a.common.per_rank.divide(expert);
+  return kMappedOnly ? rank : a.relays.rep[rank];
+}
+
 struct PlanShared {
   std::uint32_t rows_before[kMaxPeers];  // each rank's, in the tokens before the unit
   std::int32_t ids[kMostChoicesOfUnit];  // the unit's
@@ -94,7 +101,7 @@ __device__ inline void count_tokens(const DispatchArguments& a, std::uint32_t fr
   for (std::uint32_t begin = from; begin < to; begin += pass.tokens, ++number) {
     const bool known = loaded && number < EarlyIds::kPasses;
     const std::int32_t id = valid_id<kMappedOnly>(a, known ? early.of_pass(number) : pass.load<kMappedOnly>(a, begin, to));
-    const std::uint32_t rank = id < 0 ? 0 : k.per_rank.divide(static_cast<std::uint32_t>(id)), lane = threadIdx.x % 32;
+    const std::uint32_t rank = id < 0 ? 0 : rank_for<kMappedOnly>(a, static_cast<std::uint32_t>(id)), lane = threadIdx.x % 32;
     // The first lane of a token that wants a rank counts the row.
     const std::uint32_t same = __match_any_sync(~0u, id < 0 ? kNone : rank << 16 | pass.token);  // takes longer the more keys differ
     if (id < 0) continue;
@@ -117,11 +124,12 @@ struct PlannedToken {
   char* at[kRanksOfLane];  // where the rows are, at the peers
 
   // Finds out what its ids say: the ranks that want it, and how many of its lower choices name the same expert.
-  __device__ void choose(const Common& k, std::int32_t its_id, float its_weight) {
+  __device__ void choose(const DispatchArguments& a, std::int32_t its_id, float its_weight) {
+    const Common& k = a.common;
     const std::uint32_t lane = threadIdx.x % 32;
     id = its_id;
     weight = its_weight;
-    rank = id < 0 ? kNone : k.per_rank.divide(static_cast<std::uint32_t>(id));
+    rank = id < 0 ? kNone : rank_for<kMappedOnly>(a, static_cast<std::uint32_t>(id));
     const Ranks mine = id < 0 ? 0 : Ranks{1} << rank;
     ranks = __reduce_or_sync(~0u, static_cast<std::uint32_t>(mine));
     if constexpr (!kMappedOnly)

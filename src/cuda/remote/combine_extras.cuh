@@ -3,14 +3,17 @@
 
 #include "../extras/nodes.cuh"
 #include "../large/combine_kernel.cuh"
+#include "relay_combine.cuh"
 
 namespace pplx::cuda {
 
 __device__ inline void receive_remote_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
   const Common& k = a.common;
   if (!wait_for_block(k, step, Op::Combine, Phase::CombineRecv, peer)) return;
-  const BlockHeader h = load_header(own_slot(k, set_of(k.c, step), Op::Combine, peer));
+  const char* const block = own_slot(k, set_of(k.c, step), Op::Combine, peer);
+  const BlockHeader h = load_header(block);
   if (!check_header(k, h, Phase::CombineRecv, step, peer)) return;
+  if (has_relays(k)) note_overflows(a, peer, load_arrived(block + offsetof(BlockHeader, overflowed)).x);
   if (check_combine_header(a, step, peer, h.rows, h.flags)) pass_on_rows(k, step, Op::Combine, Phase::CombineRecv, peer, h.rows);
   see_it_leave(k, step, Op::Dispatch, Phase::DispatchSend, peer);
 }
@@ -62,6 +65,10 @@ struct CombineExtras<false> {
     entry = cuda::order_by_node(a, entry);
     return ends_of_nodes(a, entry);
   }
+  template <typename T>
+  __device__ static bool answer_sources(const CombineArguments& a, std::uint32_t step) {
+    return cuda::answer_sources<T>(a, step);
+  }
   template <typename T, int kVectors>
   __device__ static void add_node(Sums<T, kVectors>& sums, Sums<T, kVectors>& of_node) {
     cuda::add_node(sums, of_node);
@@ -77,10 +84,11 @@ struct CombineExtras<false> {
     if (threadIdx.x == 0) mine = claim_words(k, step, Op::Combine);
     if (__syncthreads_or(mine) == 0) return;
     const std::uint32_t peer = threadIdx.x;
-    if (peer < k.c.world && is_remote(k, peer) && (k.dead >> peer & 1) == 0) receive_remote_header(a, step, peer);
+    if (peer < k.c.world && is_remote(k, peer) && ((k.dead | a.relays.skipped) >> peer & 1) == 0) receive_remote_header(a, step, peer);
     __syncwarp();
   }
   __device__ static bool sent_weight(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t row, float& weight) {
+    if (has_relays(a.common) && is_remote(a.common, source)) return sent_node_weight(a, step, source, row, weight);
     return cuda::sent_weight(a, step, source, row, threadIdx.x % 32, threadIdx.x % 32 < a.common.c.top_k, weight);
   }
   __device__ static void send_all_weights(const CombineArguments& a, std::uint32_t step) {

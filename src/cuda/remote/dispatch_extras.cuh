@@ -4,7 +4,7 @@
 #include "../../protocol/replicas.h"
 #include "../decode/dispatch_send.cuh"
 #include "../large/receive.cuh"
-#include "pass_on_counts.cuh"
+#include "relay_dispatch.cuh"
 
 namespace pplx::cuda {
 
@@ -18,18 +18,34 @@ struct DispatchExtras<false> {
   __device__ static void write_header(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, const SendShared& s, const std::uint32_t* experts) {
     const Common& k = a.common;
     const bool planned = a.ids == nullptr;
-    const std::uint32_t first = first_expert_of(k, peer), rows = planned ? a.plan.rows[peer] : s.plan.rows_before[peer];
+    const std::uint32_t rows = planned ? a.plan.rows[peer] : s.plan.rows_before[peer];
     char* block = block_for(k, set_of(k.c, step), Op::Dispatch, peer);
     cuda::write_header(k, block, step, rows, 0, threadIdx.x);
     auto* counts = reinterpret_cast<std::uint32_t*>(block + sizeof(BlockHeader));
-    for (std::uint32_t e = threadIdx.x; e < local_experts_of(k, peer); e += kSenders) {
-      const std::uint32_t n = planned ? a.plan.counts[first + e] : experts[first + e];
-      counts[e] = n;
-      if (!planned) a.plan.counts[first + e] = n;
+    for (std::uint32_t e = threadIdx.x; e < k.c.num_experts; e += kSenders) {
+      const std::uint32_t rank = k.per_rank.divide(e);
+      if (a.relays.rep[rank] != peer) continue;
+      const std::uint32_t n = planned ? a.plan.counts[e] : experts[e];
+      counts[(has_relays(k) ? a.relays.number[rank] * k.experts_per_rank : 0) + e - first_expert_of(k, rank)] = n;
+      if (!planned) a.plan.counts[e] = n;
     }
     if (threadIdx.x == 0 && !planned) a.plan.rows[peer] = rows;
     sync_senders();
     if (threadIdx.x == 0) count_header(k, step, Op::Dispatch, peer, rows, 1);
+  }
+  // Writes a row's route, and its mask: a warp. Each choice names its rank.
+  __device__ static __noinline__ void write_node_route(const DispatchArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t peer,
+                                                       const PlannedToken<false>& t, char* to) {
+    const Common& k = a.common;
+    const std::uint32_t lane = threadIdx.x % 32;
+    const std::uint32_t rank = t.id < 0 ? 0 : k.per_rank.divide(static_cast<std::uint32_t>(t.id)), expert = static_cast<std::uint32_t>(t.id) - first_expert_of(k, rank);
+    const std::uint32_t mask = __reduce_or_sync(~0u, t.rank == peer ? 1u << a.relays.number[rank] : 0);
+    const std::uint32_t row = __shfl_sync(~0u, peer < 32 ? t.row[0] : t.row[1], static_cast<int>(peer % 32));
+    char* const masks = block_for(k, set_of(k.c, step), Op::Dispatch, peer) + masks_at(k.c);
+    if (lane == 0) reinterpret_cast<std::uint32_t*>(masks)[row] = mask;
+    if (lane >= k.c.top_k) return;
+    const std::uint32_t place = t.rank == peer ? route_place(expert, t.index) : kNowhere;
+    store_vec16(to + k.dispatch.route_at + 16 * lane, make_uint4(place, __float_as_uint(t.weight), k.slice.token(own), rank));
   }
   // Counts remote rows, by a warp, once the senders have stored a unit.
   __device__ static void count_remote_rows(const DispatchArguments& a, std::uint32_t step, const StoredUnit& unit) {
@@ -43,7 +59,15 @@ struct DispatchExtras<false> {
   __device__ static bool await_remote_row(const Common& k, std::uint32_t step, std::uint32_t source, std::uint32_t row) {
     return row_was_passed_on(k, step, Op::Dispatch, Phase::DispatchRecv, source, row);
   }
-  __device__ static void pass_on(const DispatchArguments& a, std::uint32_t step) { pass_on_dispatches(a, step); }
+  __device__ static void pass_on(const DispatchArguments& a, std::uint32_t step) { has_relays(a.common) ? pass_on_nodes(a, step) : pass_on_dispatches(a, step); }
+  // Waits for a source's node block. Returns this rank's nth row there; null: it will not come.
+  __device__ static const char* find_node_row(const DispatchArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t nth) {
+    const Common& k = a.common;
+    const std::uint32_t set = set_of(k.c, step);
+    const bool good = threadIdx.x % 32 != 0 || wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, source), Phase::DispatchRecv, step, source);
+    if (!all_of_warp(good)) return nullptr;
+    return node_block(k, a.relays, set, Op::Dispatch, source) + k.dispatch.row_at(__ldcg(rows_of_mate(k, a.relays, set, source, a.relays.number[k.c.rank]) + nth));
+  }
   // Tells a replica, or this rank's comparing block, what replicas must have in common: tokens, and a digest of all their ids.
   __device__ static __noinline__ void tell_replica(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, SendShared& s) {
     const Common& k = a.common;

@@ -12,6 +12,7 @@
 
 #include "../../protocol/mailbox.h"
 #include "../../protocol/pieces.h"
+#include "../common/relays.cuh"
 #include "carrier.cuh"
 
 namespace pplx::cuda {
@@ -38,11 +39,11 @@ __device__ inline bool check_header(const Common& k, const BlockHeader& h, Phase
   return blame(k, phase, step, peer, arrival_word(k.generation, step), arrival_word(h.generation, h.step));
 }
 
-// Writes a header: the threads of a group together, before the peer is told.
+// Writes a header: the threads of a group together, before the peer is told. overflowed: of a node's answer.
 __device__ inline void write_header(const Common& k, char* block, std::uint32_t step, std::uint32_t rows, std::uint32_t flags,
-                                    std::uint32_t thread) {
+                                    std::uint32_t thread, std::uint32_t overflowed = 0) {
   if (thread >= sizeof(BlockHeader) / kVec16Bytes) return;
-  const uint4 behind = make_uint4(thread == 1 ? k.c.rank : 0, 0, 0, 0);
+  const uint4 behind = make_uint4(thread == 1 ? k.c.rank : thread == 3 ? overflowed : 0, 0, 0, 0);
   store16(block + kVec16Bytes * thread, thread == 0 ? make_uint4(step, k.generation, rows, flags) : behind);
 }
 
@@ -189,7 +190,8 @@ __device__ inline bool claim_words(const Common& k, std::uint32_t step, Op op) {
 template <bool kPieces = false>
 __device__ inline bool wait_for_block(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer) {
   if (kCarrier) return wait_for_put<kPieces>(k, step, op, phase, peer);
-  return wait<Match::Reached>(k, k.arrivals + k.heap.arrival_at(k.c, set_of(k.c, step), signal_of(op), peer), phase, step, peer);
+  const char* const word = k.arrivals + k.heap.arrival_at(k.c, set_of(k.c, step), signal_of(op), peer);
+  return has_relays(k) ? wait_sooner(k, word, phase, step, peer) : wait<Match::Reached>(k, word, phase, step, peer);
 }
 
 __device__ inline void pass_on(const Common& k, std::uint32_t step, Signal signal, std::uint32_t peer) {

@@ -1,8 +1,10 @@
 #include "shared_memory.h"
 
 #include <cuda.h>
+#include <sys/mman.h>
 #include <unistd.h>
 
+#include <cerrno>
 #include <cstdint>
 #include <cstring>
 
@@ -62,10 +64,10 @@ std::string out_of_memory(std::size_t bytes, const std::string& what, int device
 
 }  // namespace
 
-SharedMemory::SharedMemory(int device, std::size_t bytes, const std::string& what) : device_(device) {
+SharedMemory::SharedMemory(int device, std::size_t bytes, const std::string& what, bool by_nics) : device_(device) {
   check(cudaSetDevice(device), "cudaSetDevice");
   check(cudaFree(nullptr), "making a CUDA context");
-  if (!allocate_virtual(bytes, what)) {
+  if (!allocate_virtual(bytes, what, by_nics)) {
     void* allocated = nullptr;
     const cudaError_t error = cudaMalloc(&allocated, bytes);
     if (error == cudaErrorMemoryAllocation) throw CudaError(out_of_memory(bytes, what, device));
@@ -79,12 +81,13 @@ SharedMemory::SharedMemory(int device, std::size_t bytes, const std::string& wha
 }
 
 // False: this driver exports no descriptors (a container without the device, a GPU without virtual memory management).
-bool SharedMemory::allocate_virtual(std::size_t bytes, const std::string& what) {
+bool SharedMemory::allocate_virtual(std::size_t bytes, const std::string& what, bool by_nics) {
   CUmemAllocationProp p{};
   p.type = CU_MEM_ALLOCATION_TYPE_PINNED;
   p.requestedHandleTypes = CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR;
   p.location.type = CU_MEM_LOCATION_TYPE_DEVICE;
   p.location.id = device_;
+  p.allocFlags.gpuDirectRDMACapable = by_nics ? 1 : 0;
   std::size_t granule = 0;
   if (driver().granularity(&granule, &p, CU_MEM_ALLOC_GRANULARITY_RECOMMENDED) != CUDA_SUCCESS) return false;
   bytes_ = (bytes + granule - 1) / granule * granule;
@@ -123,6 +126,21 @@ SharedMemory::SharedMemory(int device, const std::string& ipc_handle, std::size_
 SharedMemory::SharedMemory(int device, char* mapped, std::size_t bytes)
     : device_(device), kind_(Kind::Lent), address_(reinterpret_cast<unsigned long long>(mapped)), bytes_(bytes) {}
 
+SharedMemory::SharedMemory(int device, int fd, std::size_t bytes, std::size_t begin, std::size_t end) : device_(device), kind_(Kind::Host), bytes_(bytes) {
+  check(cudaSetDevice(device), "cudaSetDevice");
+  void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
+  if (memory == MAP_FAILED) throw CudaError("mapping " + std::to_string(bytes) + " bytes of a relay's host memory: " + std::strerror(errno));
+  mapped_ = static_cast<char*>(memory);
+  madvise(mapped_, bytes, MADV_DONTFORK);
+  pinned_ = mapped_ + begin;
+  void* there = nullptr;
+  cudaError_t error = cudaHostRegister(pinned_, end - begin, cudaHostRegisterMapped | cudaHostRegisterPortable);
+  if (error == cudaSuccess && (error = cudaHostGetDevicePointer(&there, pinned_, 0)) != cudaSuccess) cudaHostUnregister(pinned_);
+  if (error != cudaSuccess) munmap(mapped_, bytes);
+  check(error, "pinning a relay's host memory");
+  address_ = reinterpret_cast<unsigned long long>(there) - begin;
+}
+
 void SharedMemory::map() {
   try {
     check(driver().reserve(&address_, bytes_, 0, 0, 0), "cuMemAddressReserve");
@@ -149,6 +167,10 @@ SharedMemory::~SharedMemory() {
   }
   if (kind_ == Kind::Allocated) cudaFree(data());
   if (kind_ == Kind::Imported) cudaIpcCloseMemHandle(data());
+  if (kind_ != Kind::Host) return;
+  cudaHostUnregister(pinned_);
+  cudaGetLastError();
+  munmap(mapped_, bytes_);
 }
 
 int SharedMemory::descriptor() const {

@@ -9,13 +9,15 @@ namespace pplx::cuda {
 
 class SharedMemory {
  public:
-  // Zeroed. `what` names it in errors.
-  SharedMemory(int device, std::size_t bytes, const std::string& what);
+  // Zeroed. `what` names it in errors. by_nics: NICs reach it, too.
+  SharedMemory(int device, std::size_t bytes, const std::string& what, bool by_nics = false);
   // A peer's, mapped for `device`.
   SharedMemory(int device, int fd, std::size_t bytes);
   SharedMemory(int device, const std::string& ipc_handle, std::size_t bytes);
   // A carrier's, which maps it itself: here it has its place alone.
   SharedMemory(int device, char* mapped, std::size_t bytes);
+  // Host memory of another process, of which the kernels of `device` reach the bytes [begin, end), whole pages.
+  SharedMemory(int device, int fd, std::size_t bytes, std::size_t begin, std::size_t end);
   ~SharedMemory();
   SharedMemory(const SharedMemory&) = delete;
   SharedMemory& operator=(const SharedMemory&) = delete;
@@ -27,9 +29,9 @@ class SharedMemory {
   std::string ipc_handle() const;
 
  private:
-  enum class Kind { Virtual, Allocated, Imported, Lent };
+  enum class Kind { Virtual, Allocated, Imported, Lent, Host };
 
-  bool allocate_virtual(std::size_t bytes, const std::string& what);
+  bool allocate_virtual(std::size_t bytes, const std::string& what, bool by_nics);
   void map();
 
   const int device_;
@@ -37,6 +39,7 @@ class SharedMemory {
   unsigned long long handle_ = 0;
   unsigned long long address_ = 0;
   std::size_t bytes_ = 0;
+  char *mapped_ = nullptr, *pinned_ = nullptr;  // where kind_ is Host
 };
 
 // A GPU's memory as a file descriptor that NIC drivers take. The caller closes it; -1: this driver or kernel exports none.

@@ -1,0 +1,74 @@
+// dedup="node": places in the memory of relays (protocol/nodes.h), and waits of which one must end before the others.
+#pragma once
+
+#include "arrival.cuh"
+
+namespace pplx::cuda {
+
+__device__ inline bool has_relays(const Common& k) { return k.c.node_ranks != 0; }
+__device__ inline std::uint32_t rank_of_holder(const Relays& r, std::uint32_t source) { return r.rank[r.holder[source]]; }
+
+// Returns the source's block for this node, in the memory of its relay.
+__device__ inline const char* node_block(const Common& k, const Relays& r, std::uint32_t set, Op op, std::uint32_t source) {
+  return r.blocks[r.holder[source]] + k.heap.remote_slot_at(set, op, count_ranks_below(k.remote, source));
+}
+// Returns the numbers of a mate's rows in that block.
+__device__ inline std::uint32_t* rows_of_mate(const Common& k, const Relays& r, std::uint32_t set, std::uint32_t source, std::uint32_t mate) {
+  return reinterpret_cast<std::uint32_t*>(r.areas[mate]) + (std::uint64_t{set} * k.c.world + source) * k.most_rows;
+}
+// Returns the block with a mate's sums for the source.
+__device__ inline char* block_of_mate(const Common& k, const Relays& r, std::uint32_t set, std::uint32_t source, std::uint32_t mate) {
+  const std::uint64_t block = (std::uint64_t{r.nth[source]} * k.c.in_flight + set) * k.c.node_ranks + mate;
+  return r.areas[r.holder[source]] + r.layout.blocks + r.layout.block_bytes * block;
+}
+// Returns the numbers that this relay keeps.
+struct NumbersOfNode {
+  std::uint32_t* at;
+  std::uint32_t ranks;
+
+  __device__ NumbersOfNode(const Common& k, const Relays& r, std::uint32_t set, std::uint32_t source)
+      : at(reinterpret_cast<std::uint32_t*>(r.areas[r.number[k.c.rank]] + r.layout.numbers) +
+           r.layout.number_words * (std::uint64_t{r.nth[source]} * k.c.in_flight + set)),
+        ranks(k.c.node_ranks) {}
+  __device__ std::uint32_t& of_mate(std::uint32_t mate) const { return at[mate]; }
+  __device__ std::uint32_t& all() const { return at[ranks]; }
+  __device__ std::uint32_t& of_row(std::uint32_t row, std::uint32_t mate) const { return at[1 + ranks + std::uint64_t{row} * ranks + mate]; }
+};
+
+// Waits of this rank last Common::timeout_ns. Those end sooner that know the rank to blame: first what a relay waits for, then blocks of
+// other nodes.
+inline constexpr auto kAnswersSooner = static_cast<std::uint64_t>(deadlines::kAnswered.seconds * 1e9);
+class Deadline {
+ public:
+  __device__ Deadline(const Common& k, std::uint32_t step, std::uint64_t sooner)
+      : begun_(nanoseconds()), limit_(k.timeout_ns * (step == k.c.first_step ? deadlines::kFirstStepFactor : 1) - sooner) {}
+  // Fails once the time is up, unless some rank says that it comes later.
+  __device__ void look(const Common& k, Phase phase, std::uint32_t step, std::uint32_t peer, std::uint64_t seen) {
+    if (++looks_ % 256 != 0 || nanoseconds() - begun_ <= limit_) return;
+    if (load_acquire(&k.report->busy) != 0)
+      begun_ = nanoseconds();
+    else
+      fail(k, {AbortReason::Timeout, phase, k.c.rank, peer, step}, arrival_word(k.generation, step), seen);
+  }
+
+ private:
+  std::uint64_t begun_;
+  const std::uint64_t limit_;
+  std::uint32_t looks_ = 0;
+};
+
+// Waits as wait() does, by one thread, but gives up so much sooner.
+[[maybe_unused]] static __device__ __noinline__ bool wait_sooner(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer) {
+  Deadline deadline(k, step, kPassedOnNs);
+  std::uint64_t seen = 0;
+  const bool good = keep_looking(k, word, phase, step, peer, [&] { return seen; }, [&] {
+    seen = load_acquire(word);
+    if (matches<Match::Reached>(k, seen, step)) return true;
+    deadline.look(k, phase, step, peer, seen);
+    return false;
+  });
+  fuzz_delay(k, seen);
+  return good;
+}
+
+}  // namespace pplx::cuda

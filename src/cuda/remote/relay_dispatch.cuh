@@ -1,0 +1,129 @@
+// A relay's part of a dispatch (protocol/nodes.h). A node block lies in its memory, and it alone hears of it. It numbers the rows of each
+// mate, and tells its mates counts, as peers of the node do, row numbers, and that the block is there. They copy their rows from there.
+#pragma once
+
+#include "../common/relays.cuh"
+#include "pass_on_counts.cuh"
+
+namespace pplx::cuda {
+
+// Returns how many of the step's sources were claimed before.
+__device__ inline std::uint32_t claim_source(const Common& k, std::uint32_t step) {
+  unsigned long long* const word = &k.control->looked_after[set_of(k.c, step)][static_cast<int>(Op::Dispatch)];
+  for (unsigned long long seen = load_relaxed(word);;) {
+    const std::uint32_t before = static_cast<std::uint32_t>(seen) == step ? static_cast<std::uint32_t>(seen >> 32) : 0;
+    const unsigned long long next = 1ull * (before + 1) << 32 | step, was = atomicCAS(word, seen, next);
+    if (was == seen) return before;
+    seen = was;
+  }
+}
+// The answers that warps have begun in the step's combine, whose dispatch begins at 0.
+__device__ inline unsigned long long* answers_begun(const Common& k, std::uint32_t step) {
+  return &k.control->looked_after[set_of(k.c, step)][static_cast<int>(Op::Weights)];
+}
+
+// Numbers the rows of a node block, whose masks are read once. A lane counts the rows of the mate with its number. False: a mask is wrong.
+__device__ inline bool number_rows(const DispatchArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t rows, std::uint32_t& counted) {
+  constexpr std::uint32_t kAtOnce = 4;
+  const Common& k = a.common;
+  const Relays& r = a.relays;
+  const std::uint32_t set = set_of(k.c, step), lane = threadIdx.x % 32;
+  const auto* const masks = reinterpret_cast<const std::uint32_t*>(own_slot(k, set, Op::Dispatch, source) + masks_at(k.c));
+  const NumbersOfNode numbers(k, r, set, source);
+  for (std::uint32_t begin = 0; begin < rows; begin += 32 * kAtOnce) {
+    std::uint32_t mask[kAtOnce];
+#pragma unroll
+    for (std::uint32_t j = 0; j < kAtOnce; ++j) {
+      const std::uint32_t row = begin + 32 * j + lane;
+      mask[j] = row < rows ? __ldcg(masks + row) : r.mates;
+    }
+#pragma unroll
+    for (std::uint32_t j = 0; j < kAtOnce; ++j) {
+      const std::uint32_t row = begin + 32 * j + lane;
+      const bool good = (mask[j] & r.mates) != 0 && (mask[j] & ~r.mates) == 0;
+      if (!good) blame(k, Phase::DispatchRecv, step, source, r.mates, mask[j]);
+      if (!all_of_warp(good)) return false;
+      for (std::uint32_t left = r.mates; left != 0; left &= left - 1) {
+        const std::uint32_t mate = lowest_rank(left), all = __ballot_sync(~0u, row < rows && (mask[j] >> mate & 1) != 0);
+        const std::uint32_t nth = __shfl_sync(~0u, counted, static_cast<int>(mate)) + count_ranks_below(all, lane);
+        const bool wanted = (all >> lane & 1) != 0;
+        if (wanted) rows_of_mate(k, r, set, source, mate)[nth] = row;
+        if (row < rows) numbers.of_row(row, mate) = wanted ? nth : kNone;
+        if (lane == mate) counted += __popc(all);
+      }
+    }
+  }
+  return true;
+}
+
+// Tells each mate how many choices each of its experts gets.
+__device__ inline void pass_on_choices(const DispatchArguments& a, std::uint32_t step, std::uint32_t source) {
+  const Common& k = a.common;
+  const std::uint32_t set = set_of(k.c, step), vectors = k.expert_vec16s;
+  const auto* const counts = reinterpret_cast<const std::uint32_t*>(own_slot(k, set, Op::Dispatch, source) + sizeof(BlockHeader));
+  for (std::uint32_t i = threadIdx.x % 32; i < k.c.node_ranks * vectors; i += 32) {
+    const std::uint32_t mate = i / vectors, first = i % vectors * kNumbersOfVec16;
+    if ((a.relays.mates >> mate & 1) == 0) continue;
+    const std::uint32_t rank = a.relays.rank[mate], experts = local_experts_of(k, rank);
+    std::uint32_t n[kNumbersOfVec16] = {};
+#pragma unroll
+    for (std::uint32_t j = 0; j < kNumbersOfVec16; ++j)
+      if (first + j < experts) n[j] = __ldcg(counts + mate * k.experts_per_rank + first + j) & kMostOfNumber;
+    const PackedNumbers p = pack_numbers(n);
+    store_tagged(k, k.peers[rank] + k.heap.counts_at(k.c, set, source) + kVec16Bytes * (i % vectors), step, p.words[0], p.words[1], p.words[2]);
+  }
+}
+
+// Passes on a source's node block, by a warp. False: it will not come, or is wrong.
+__device__ inline bool pass_on_node(const DispatchArguments& a, std::uint32_t step, std::uint32_t source) {
+  const Common& k = a.common;
+  const Relays& r = a.relays;
+  const std::uint32_t set = set_of(k.c, step), lane = threadIdx.x % 32;
+  if (!all_of_warp(lane != 0 || wait_for_block(k, step, Op::Dispatch, Phase::DispatchRecv, source))) return false;
+  mark_stage(k, Stage::Heard);
+  const BlockHeader h = load_header(own_slot(k, set, Op::Dispatch, source));
+  if (!all_of_warp(lane != 0 || check_header(k, h, Phase::DispatchRecv, step, source))) return false;
+  const std::uint32_t rows = __shfl_sync(~0u, h.rows, 0);
+  std::uint32_t counted = 0;
+  if (!number_rows(a, step, source, rows, counted)) return false;
+  pass_on_choices(a, step, source);
+  const NumbersOfNode numbers(k, r, set, source);
+  if (lane == 0) numbers.all() = rows;
+  const bool is_mate = (r.mates >> lane & 1) != 0;
+  if (is_mate) {
+    numbers.of_mate(lane) = counted;
+    store_tagged(k, k.peers[r.rank[lane]] + k.heap.rows_at(k.c, set, source), step, counted, 0, 0);
+  }
+  __syncwarp();
+  fuzz_delay(k, source);
+  if (is_mate) raise_arrival<Atomics>(k.peers[r.rank[lane]], k.heap, k.c, Signal::Dispatch, source, k.generation, step);
+  mark_stage(k, Stage::PassedOn);
+  if (lane == 0) see_it_leave(k, step, Op::Combine, Phase::CombineSend, source);
+  __syncwarp();
+  return true;
+}
+
+// Passes on the node blocks of the sources whose relay this rank is: a warp of each thread block, each source by one. Then one warp waits
+// for what other relays of this node pass on, and blames those: other warps have more patience.
+[[maybe_unused]] static __device__ __noinline__ void pass_on_nodes(const DispatchArguments& a, std::uint32_t step) {
+  const Common& k = a.common;
+  const Relays& r = a.relays;
+  const std::uint32_t lane = threadIdx.x % 32, all = count_ranks(r.sources);
+  for (;;) {
+    const std::uint32_t nth = of_first_lane([&] { return claim_source(k, step); });
+    if (nth == 0 && lane == 0) *answers_begun(k, step) = 0;
+    if (nth > all) return;
+    if (nth == all) break;
+    std::uint64_t left = r.sources;
+    for (std::uint32_t i = 0; i < nth; ++i) left &= left - 1;
+    if (!pass_on_node(a, step, lowest_rank(left))) return;
+  }
+  for (std::uint32_t source = lane; source < k.c.world; source += 32) {
+    if (!is_remote(k, source) || (k.dead >> source & 1) != 0) continue;
+    see_it_leave(k, step, Op::Weights, Phase::Weights, source);
+    wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, source), Phase::DispatchRecv, step, rank_of_holder(r, source));
+  }
+  __syncwarp();
+}
+
+}  // namespace pplx::cuda

@@ -1,0 +1,141 @@
+"""dedup="node" by the emulated kernels: rows that cross the network once per node, and sums that relays add up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import Case
+from emulation_cases import CHAOS, ON_X86_64, case_of, module, numbers
+from failure_cases import LATE
+from harness import Crew, Crews, seed
+from open_step_cases import small_case
+from relay_cases import damages
+from test_failure import left_in_shm
+
+pytestmark = ON_X86_64
+
+
+def drawn(begin: int, number: int, world: int, transport: str) -> Case:
+    return replace(case_of(begin, number, world, transport), replicas=1)
+
+
+@pytest.fixture(scope="module")
+def four() -> Iterator[Crews]:
+    crews = Crews(4)
+    yield crews
+    crews.close()
+
+
+@pytest.mark.parametrize("transport", ["relayed:tcp", "relayed-dealt:shm"])
+def test_random_shapes(four: Crews, transport: str) -> None:
+    for number in numbers(10):
+        four.run("emulated:call", module(), "rank_cases:exchange", drawn(70_000, number, 4, transport))
+
+
+def test_sums_as_codes(four: Crews) -> None:
+    for number in numbers(10):
+        case = drawn(76_000, number, 4, ("relayed:tcp", "relayed-dealt:shm")[number % 2])
+        four.run("emulated:call", module(), "rank_cases:exchange", replace(case, combine_wire="fp8", hidden=case.hidden + 264))
+
+
+@pytest.mark.parametrize(("world", "transport"), [(5, "relayed:tcp"), (7, "relayed-dealt:tcp"), (8, "relayed-dealt:tcp")])
+def test_nodes_of_other_sizes(world: int, transport: str) -> None:
+    """2, 2 and 1 ranks; 4 and 3; 4 and 4."""
+    with Crew(world) as crew:
+        for number in numbers(5):
+            crew.run("emulated:call", module(), "rank_cases:exchange", drawn(71_000, number, world, transport), timeout=100)
+
+
+def test_in_a_chaos() -> None:
+    with Crew(4, {"PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}"}) as crew:
+        for number in numbers(5):
+            crew.run("emulated:call", module(), "rank_cases:exchange", drawn(72_000, number, 4, "relayed:tcp"))
+
+
+def test_one_resident_thread_block_suffices() -> None:
+    with Crew(4, {"PPLX_EMULATION_ROOM": "1", "PPLX_EMULATION_SMS": "5"}) as crew:
+        for number in numbers(5):
+            crew.run("emulated:call", module(), "rank_cases:exchange", drawn(73_000, number, 4, "relayed:tcp"))
+
+
+def test_more_rows_than_a_warp_has_lanes(four: Crews) -> None:
+    """Relays number rows in groups of 128. Tokens have several rows of each node, with tails, and weights of combine's own."""
+    for layout in ("ragged", "compact"):
+        case = Case(
+            seed(),
+            4,
+            num_experts=16,
+            top_k=8,
+            hidden=512,
+            max_tokens=150,
+            layout=layout,
+            transport="relayed:tcp",
+            wire="fp8",
+            steps=3,
+        )
+        four.run("emulated:call", module(), "rank_cases:exchange", case)
+
+
+def test_hooks(four: Crews) -> None:
+    for number in numbers(5):
+        four.run("emulated:call", module(), "hook_cases:hooked", drawn(74_000, number, 4, "relayed:tcp"))
+
+
+def test_steps_among_replays(four: Crews) -> None:
+    case = small_case(seed(), 4, 1, transport="relayed:tcp")
+    four.run("emulated:call", module(), "open_step_cases:interleaved", case, [0], 8, timeout=120)
+
+
+def test_receive_halves_out_of_order(four: Crews) -> None:
+    for first, second in four.run(
+        "emulated:call", module(), "pieces_cases:out_of_order", Case(1, 4, transport="relayed:tcp", in_flight=2)
+    ):
+        assert "dispatch_recv: step 2 before step 1" in first and "dedup='node'" in first, first
+        assert "combine_recv: step 2 before step 1" in second, second
+
+
+def test_refusals(four: Crews) -> None:
+    case = Case(seed(), 4, transport="relayed:tcp")
+    four.run("emulated:call", module(), "relay_cases:refused", case)
+    for said in four.run("emulated:call", module(), "gpu_cases:refused_apart", case, [(2, 3)]):
+        assert "dedup='node'" in said and "rank 2" in said and "rank 3" in said, said
+
+
+def test_blocks_in_gpu_memory() -> None:
+    cases = [drawn(75_000, number, 4, "relayed-copy") for number in numbers(5)]
+    with Crew(1) as crew:
+        crew.run("emulated:call", module(), "placement_cases:random_shapes", cases, timeout=200)
+
+
+def test_reset(tmp_path: Path) -> None:
+    """Rank 2 dies, which relays for rank 0, then rank 0."""
+    paths = [str(tmp_path / f"died{i}") for i in range(2)]
+    case = Case(seed(), 5, num_experts=11, top_k=4, crowd="uneven", in_flight=2, transport="relayed:tcp")
+    with Crew(5) as crew:
+        crew.start("emulated:call", module(), "failure_cases:reset_after", case, [2, 0], paths)
+        assert [len(r["rounds"]) for r in crew.collect(120, [1, 3, 4])] == [2, 2, 2]
+        crew.leave()
+        assert left_in_shm(crew) == []
+
+
+def test_damaged_node_blocks() -> None:
+    case = Case(seed(), 4, num_experts=8, top_k=2, hidden=64, max_tokens=3, transport="relayed:tcp")
+    with Crew(4) as crew:
+        told: list[dict[str, Any]] = crew.run("emulated:call", module(), "relay_cases:damaged", case, timeout=100)
+    for name in damages(case):
+        for r in told:
+            assert r[name].get("is_peer") and not r[name]["is_timeout"] and r[name]["peer"] == 0, (name, r[name])
+
+
+def test_blame() -> None:
+    """Every rank names the one that is late or stands still, whatever waits for it in turn."""
+    with Crew(4) as crew:
+        case = Case(54, 4, transport="relayed:tcp", steps=6, num_experts=8, top_k=4)
+        results = crew.run("emulated:call", module(), "failure_cases:late_behind_relays", case, timeout=120)
+    for number, (culprit, place) in enumerate(LATE):
+        for r in results:
+            assert r[number].get("is_peer") and r[number]["peer"] == culprit, (place, r[number])
