@@ -7,6 +7,7 @@ import os
 import site
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,7 +16,7 @@ from pplx_comm._version import __version__
 from pplx_comm.errors import Error
 from pplx_comm.settings import whole_environment
 
-HELP = "run programs written for DeepEP over this library"
+HELP = "run programs written for DeepEP, pplx_kernels or pplx_garden over this library"
 DESCRIPTION = """\
 Puts a package of this library in the place of another one's: a program's `import deep_ep` then finds pplx_comm. Programs that are
 started otherwise do not change. docs/migrate.md says, call by call, what is supported, different and refused.
@@ -38,6 +39,11 @@ class Suite:
     """Path and arguments; {n} is the number of processes."""
     refused: dict[str, str] = field(default_factory=dict)
     """Those that cannot run: why."""
+    pytest: bool = False
+    sources: str = ""
+    """A folder of the checkout that has the rest of the package."""
+    stand_ins: dict[str, str] = field(default_factory=dict)
+    """Modules that tests import and do not need here: path and text."""
 
 
 SUITES = {
@@ -50,6 +56,25 @@ SUITES = {
             "tests/test_internode.py": "it wants nodes of 8 GPUs; the semantics are in tests/ranks/test_deep_ep.py of pplx_comm",
             "tests/test_low_latency.py --shrink-test": "enable_shrink=True",
             "tests/test_low_latency.py --use-logfmt": "use_logfmt=True",
+        },
+    ),
+    "pplx_garden": Suite(
+        (("tests/p2p_all_to_all/test_p2p_all_to_all.py",),),
+        {"tests/fabric_lib": "its transfer engine has no counterpart here"},
+        pytest=True,
+        sources="python",
+    ),
+    "pplx_kernels": Suite(
+        (("tests/test_all_to_all.py",),),
+        {"tests/test_nvshmem.py": "there is no NVSHMEM to test"},
+        pytest=True,
+        stand_ins={
+            "nvshmem/__init__.py": "",
+            "nvshmem/core.py": "class direct:\n    init_status = staticmethod(lambda: 2)\n\n\ndef finalize(): ...\n",
+            "cuda/core/experimental.py": (
+                "import torch\n\n\nclass Device:\n    def __init__(self, index): self.index = index\n"
+                "    def set_current(self): torch.cuda.set_device(self.index)\n"
+            ),
         },
     ),
 }
@@ -84,30 +109,31 @@ def run(package: str, command: list[str]) -> int:
 def verdicts(package: str, source: Path, processes: int) -> Iterator[tuple[str, str, str]]:
     """Yields test, "passed", "failed" or "refused", and why."""
     suite = SUITES[package]
+    with tempfile.TemporaryDirectory() as folder:
+        for name, text in suite.stand_ins.items():
+            Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
+            Path(folder, name).write_text(text)
+        yield from _run_all(package, suite, source, processes, folder)
+    for name, reason in suite.refused.items():
+        yield name, "refused", reason
+
+
+def _run_all(package: str, suite: Suite, source: Path, processes: int, further: str) -> Iterator[tuple[str, str, str]]:
     for script, *arguments in suite.scripts:
         words = [word.format(n=processes) for word in arguments]
         name = " ".join([script, *words])
         if not (source / script).is_file():
             yield name, "failed", f"{source / script} is not there"
             continue
-        folder = str((source / script).parent)
-        done = subprocess.run(
-            [sys.executable, script, *words],
-            cwd=source,
-            env=environment(package, folder),
-            capture_output=True,
-            text=True,
-            check=False,
-        )
-        said = (done.stdout + done.stderr).splitlines()
-        if done.returncode == 0:
-            yield name, "passed", ""
-            continue
+        folders = os.pathsep.join([further, str(source / suite.sources) if suite.sources else str((source / script).parent)])
+        command = [sys.executable, *(["-m", "pytest", "-q"] if suite.pytest else []), script, *words]
+        env = environment(package, folders)
+        done = subprocess.run(command, cwd=source, env=env, capture_output=True, text=True, check=False)
+        said = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
         refusals = [line for line in said if REFUSAL in line]
-        why = refusals[-1:] or [line for line in said if line.strip()][-1:] or [f"exit code {done.returncode}"]
-        yield name, "refused" if refusals else "failed", why[0].strip()
-    for name, reason in suite.refused.items():
-        yield name, "refused", reason
+        verdict = "passed" if done.returncode == 0 else "refused" if refusals else "failed"
+        why = (refusals[-1:] or said[-1:] or [f"exit code {done.returncode}"])[0]
+        yield name, verdict, why if verdict != "passed" or suite.pytest else ""
 
 
 def test(package: str, source: Path, processes: int) -> int:

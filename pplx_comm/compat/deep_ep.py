@@ -589,7 +589,7 @@ class Buffer:
         return self._most_tokens
 
     def _numbers(self, handle: NormalHandle, topk_weights: torch.Tensor) -> Lane:
-        """For combined top-k weights: rows of float32 on the same routing."""
+        """The AllToAll of combined top-k weights: rows of float32 on the same routing."""
         padded = topk_weights.new_empty((0, -(-topk_weights.shape[1] // 4) * 4))
         return self._normal(handle, padded, None, 0, None)
 

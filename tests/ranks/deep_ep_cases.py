@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import os
 from typing import Any
 
 import torch
@@ -20,11 +19,6 @@ CLOSE = 2**-6
 """The relative error of sums of a few terms in bfloat16, rounded once for each rank."""
 
 
-def start(me: Any, store: str) -> None:
-    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=me.rank, world_size=me.world_size)
-
-
 def buffer(me: Any, fresh: bool = False, **arguments: Any) -> Buffer:
     """The one that cases share, over a gloo group, as vLLM makes it."""
     if fresh:
@@ -35,7 +29,7 @@ def buffer(me: Any, fresh: bool = False, **arguments: Any) -> Buffer:
 
 
 class World:
-    """What all ranks send. Every rank knows all of it."""
+    """The tokens of all ranks. Every rank knows all of them."""
 
     def __init__(self, seed: int, ranks: int, tokens: list[int], *, hidden: int, experts: int, top_k: int) -> None:
         g = torch.Generator().manual_seed(seed)
@@ -332,7 +326,7 @@ def many_shapes(me: Any, seed: int) -> int:
 
 
 def logged(me: Any) -> list[str]:
-    """What two buffers log."""
+    """Returns the lines that two buffers log."""
     said: list[str] = []
     handler = logging.Handler()
     handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from gloo import GlooCrews
 from harness import Crew, Crews, seed
 
 LAYER = {"hidden": 1024, "experts": 8, "top_k": 3}
@@ -14,28 +15,18 @@ TOKENS = [5, 0, 9, 3]
 ENV = {"PPLX_COMM_COMPAT_MAX_TOKENS": "64", "PPLX_COMM_COMPAT_TIMEOUT": "20"}
 
 
-def _crew(tmp_path_factory: pytest.TempPathFactory, env: dict[str, str]) -> Iterator[Crews]:
-    class Started(Crews):
-        @property
-        def now(self) -> Crew:
-            before, crew = self._crew, super().now
-            if crew is not before:
-                crew.run("deep_ep_cases:start", str(tmp_path_factory.mktemp("gloo") / "store"))
-            return crew
-
-    crews = Started(4, ENV | env)
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crews]:
+    crews = GlooCrews(4, tmp_path_factory.mktemp, ENV)
     yield crews
     crews.close()
 
 
 @pytest.fixture(scope="module")
-def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crews]:
-    yield from _crew(tmp_path_factory, {})
-
-
-@pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crews]:
-    yield from _crew(tmp_path_factory, {"PPLX_COMM_COMPAT_NODE_SIZE": "2", "PPLX_COMM_PROVIDER": "tcp"})
+    crews = GlooCrews(4, tmp_path_factory.mktemp, ENV | {"PPLX_COMM_COMPAT_NODE_SIZE": "2", "PPLX_COMM_PROVIDER": "tcp"})
+    yield crews
+    crews.close()
 
 
 @pytest.mark.parametrize("how", ["whole", "async", "hook"])
@@ -116,7 +107,7 @@ def test_more_tokens_than_there_is_room_for(crew: Crews) -> None:
 
 def test_a_death(tmp_path: Path) -> None:
     with Crew(3, ENV) as crew:
-        crew.run("deep_ep_cases:start", str(tmp_path / "store"))
+        crew.run("gloo:start", str(tmp_path / "store"))
         crew.start("deep_ep_cases:a_death", 1)
         crew.all_heard("ready")
         crew.kill(1)

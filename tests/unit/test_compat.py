@@ -45,7 +45,7 @@ def test_path(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_names_of_deep_ep() -> None:
-    """What frameworks look for, also in deep_ep.utils; and not what would make them take another version."""
+    """Frameworks find the names that they look for, and none that would make them take another version."""
     wanted = "Buffer, Config, EventOverlap, topk_idx_t, __version__"
     code = f"from deep_ep import {wanted}; from deep_ep.utils import EventHandle, EventOverlap; import deep_ep; print(dir(deep_ep))"
     env = command.environment("deep_ep")
@@ -73,3 +73,23 @@ def test_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("failed   tests/test_low_latency.py") and lines[0].endswith(": it is broken")
     assert lines[1].startswith("failed   tests/test_intranode.py") and lines[1].endswith("is not there")
+
+
+def test_verdicts_of_pytest(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The checkout's other modules of the package are found, and stand-ins of what its tests import in vain."""
+    for package, test, code in (
+        (
+            "pplx_garden",
+            "tests/p2p_all_to_all/test_p2p_all_to_all.py",
+            "from pplx_garden.distributed import group; assert group == 7",
+        ),
+        ("pplx_kernels", "tests/test_all_to_all.py", "import nvshmem.core as core; assert core.direct.init_status() == 2"),
+    ):
+        (tmp_path / test).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / test).write_text(f"def test_one():\n    {code}\n")
+        (tmp_path / "python" / "pplx_garden" / "distributed").mkdir(parents=True, exist_ok=True)
+        (tmp_path / "python" / "pplx_garden" / "__init__.py").write_text("")
+        (tmp_path / "python" / "pplx_garden" / "distributed" / "__init__.py").write_text("group = 7\n")
+        assert main(["compat", "test", package, "--source", str(tmp_path)]) == 0
+        lines = capsys.readouterr().out.splitlines()
+        assert lines[0].startswith(f"passed   {test}: 1 passed") and lines[1].startswith("refused  tests/")
