@@ -5,6 +5,7 @@ Names, arguments and results are DeepEP's, documented there. docs/migrate.md say
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -198,6 +199,8 @@ class Buffer:
         self.group, self.num_nvl_bytes, self.num_rdma_bytes = group, num_nvl_bytes, num_rdma_bytes
         self.low_latency_mode, self.explicitly_destroy, self.enable_shrink = low_latency_mode, explicitly_destroy, enable_shrink
         self._pool = Pool(communicator)
+        if not explicitly_destroy:
+            weakref.finalize(self, self._pool.close).atexit = False
         self.rank, self.group_size = self._pool.comm.rank, self._pool.comm.world_size
         self._most_tokens = 0
         self._comm_stream: Any = None

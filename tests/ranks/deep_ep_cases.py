@@ -325,6 +325,24 @@ def many_shapes(me: Any, seed: int) -> int:
     return count
 
 
+def dropped(me: Any) -> list[bool]:
+    """Returns if the Communicators of two buffers that nothing refers to are closed; the second one was to be destroyed explicitly."""
+    closed = []
+    for explicitly in (False, True):
+        b = buffer(me, fresh=True, explicitly_destroy=explicitly)
+        ids = torch.zeros(1, 1, dtype=torch.int64)
+        x = torch.ones(1, 64, dtype=torch.bfloat16)
+        _, _, handle, _, _ = b.low_latency_dispatch(x, ids, 1, 8, use_fp8=False)
+        rows = torch.zeros(8 // me.world_size, me.world_size, 64, dtype=torch.bfloat16)
+        b.low_latency_combine(rows, ids, torch.ones(1, 1), handle)
+        comm = b._pool.comm
+        comm.barrier()
+        del b
+        closed.append("this Communicator is closed" in raised(comm.barrier)["message"])
+        comm.close()
+    return closed
+
+
 def logged(me: Any) -> list[str]:
     """Returns the lines that two buffers log."""
     said: list[str] = []

@@ -63,6 +63,10 @@ def test_more_shapes_than_a_communicator_has_all_to_alls(crew: Crews) -> None:
     assert crew.run("deep_ep_cases:many_shapes", seed()) == [8] * 4
 
 
+def test_a_buffer_that_nothing_refers_to(crew: Crews) -> None:
+    assert crew.run("deep_ep_cases:dropped") == [[True, False]] * 4
+
+
 def test_the_provider_is_logged_once(crew: Crews) -> None:
     first, *others = crew.run("deep_ep_cases:logged")
     assert len(first) == 1 and "provided by pplx_comm" in first[0] and others == [[]] * 3
