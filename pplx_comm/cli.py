@@ -12,6 +12,7 @@ EPILOG = """\
 examples:
   python -m pplx_comm doctor --tokens 128 --wire fp8 --ranks 8
   python -m pplx_comm efa-soft --nics 2 -- mpirun -n 4 python examples/hello.py
+  python -m pplx_comm compat run deep_ep -- python train.py
 
 The benchmarks are not part of the package: they run from a checkout, for example as python bench/latency.py -n 4.
 """
@@ -35,6 +36,9 @@ def parser(chosen: str | None = None) -> argparse.ArgumentParser:
     from pplx_comm.efasoft import launch
 
     launch.add_arguments(commands.add_parser("efa-soft", help=launch.HELP, description=launch.DESCRIPTION))
+    from pplx_comm.compat import command
+
+    command.add_arguments(commands.add_parser("compat", help=command.HELP, description=command.DESCRIPTION))
     if chosen == "doctor":
         from pplx_comm import doctor
 
@@ -45,13 +49,17 @@ def parser(chosen: str | None = None) -> argparse.ArgumentParser:
 def main(arguments: Sequence[str] | None = None) -> int:
     words = list(sys.argv[1:] if arguments is None else arguments)
     chosen = next((word for word in words if not word.startswith("-")), None)
-    end = words.index("--") if chosen == "efa-soft" and "--" in words else len(words)
+    end = words.index("--") if chosen in ("efa-soft", "compat") and "--" in words else len(words)
     given = parser(chosen).parse_args(words[:end])
+    given.command = words[end + 1 :]
     if chosen == "efa-soft":
         from pplx_comm.efasoft import launch
 
-        given.command = words[end + 1 :]
         return launch.main(given)
+    if chosen == "compat":
+        from pplx_comm.compat import command
+
+        return command.main(given)
     from pplx_comm import doctor
 
     return doctor.main(given)

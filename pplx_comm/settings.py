@@ -1,9 +1,9 @@
 """Every environment variable of this library: its type, default and meaning, and the one function that reads it.
 
 `read(Start)` is called when a Communicator starts, `read(Settings)` when an AllToAll is made, `read(Serving)` and `read(Sglang)`
-when vLLM or SGLang asks for its plug-in; a variable that changes later changes nothing that stands. `foreign()` reads the variables
-of other programs. What the launcher says (RANK, OMPI_COMM_WORLD_RANK, SLURM_PROCID, ...) is read in control/launch.py, from
-`whole_environment()`.
+when vLLM or SGLang asks for its plug-in, `read(Compat)` when a shadow package makes a Communicator; a variable that changes later
+changes nothing that stands. `foreign()` reads the variables of other programs. What the launcher says (RANK, OMPI_COMM_WORLD_RANK,
+SLURM_PROCID, ...) is read in control/launch.py, from `whole_environment()`.
 
 `make docs` writes the table of docs/tuning.md from this file.
 """
@@ -276,6 +276,29 @@ class Sglang:
     )  # fmt: skip
 
 
+@dataclass(frozen=True)
+class Compat:
+    """Settings of the shadow packages."""
+
+    max_tokens: int | None = _variable(
+        "PPLX_COMM_COMPAT_MAX_TOKENS", _whole(1), "a positive integer",
+        "`deep_ep`, normal mode: the most tokens that a rank brings to a dispatch",
+        default="4096, or the most of the first dispatch",
+    )  # fmt: skip
+    node_size: int | None = _variable(
+        "PPLX_COMM_COMPAT_NODE_SIZE", _whole(1), "a positive integer", "Shadow packages: node_size= of the Communicator",
+        default="ranks that can map each other's memory",
+    )  # fmt: skip
+    transport: str = _variable(
+        "PPLX_COMM_COMPAT_TRANSPORT", _one_of("auto", "mapped", "proxy"), "'auto', 'mapped' or 'proxy'",
+        "Shadow packages: transport= of AllToAll", value="auto", default="auto",
+    )  # fmt: skip
+    timeout: float = _variable(
+        "PPLX_COMM_COMPAT_TIMEOUT", _seconds, "seconds, more than 0 and at most 1e6",
+        "Shadow packages: timeout= of AllToAll, in seconds", value=100.0, default="100",
+    )  # fmt: skip
+
+
 def read(kind: type[T], environ: Mapping[str, str] | None = None) -> T:
     """One of those classes from the environment; Error names the variable that is wrong, its value, and what it must be."""
     values = {}
@@ -327,7 +350,7 @@ def unknown() -> list[str]:
 
 
 def variables() -> list[Variable]:
-    return [variable for kind in (Start, Settings, Serving, Sglang) for _, variable in _variables(kind)]
+    return [variable for kind in (Start, Settings, Serving, Sglang, Compat) for _, variable in _variables(kind)]
 
 
 def _variables(kind: type[Any]) -> Iterator[tuple[Field[Any], Variable]]:

@@ -1,1 +1,1 @@
-"""Other libraries' MoE layers over this one: torchtitan's (compat.torchtitan) and Megatron-Core's (compat.megatron)."""
+"""Other libraries over this one: MoE layers of torchtitan and Megatron-Core, and packages in the place of DeepEP's (shadow/)."""

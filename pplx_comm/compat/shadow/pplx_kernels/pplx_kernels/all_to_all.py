@@ -1,0 +1,5 @@
+"""A name that callers import from here."""
+
+from pplx_comm.compat.pplx_kernels import AllToAll
+
+__all__ = ["AllToAll"]

@@ -1,0 +1,215 @@
+"""The common part of the shadow packages: AllToAlls made at first use, their open steps, and the routing of a dispatch."""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections import OrderedDict, deque
+from collections.abc import Callable, Hashable
+from typing import Any
+
+import torch
+
+from pplx_comm._version import __version__
+from pplx_comm.all_to_all import AllToAll
+from pplx_comm.communicator import Communicator
+from pplx_comm.errors import Error
+from pplx_comm.handles import Combining, Dispatched
+from pplx_comm.settings import Compat, read
+
+log = logging.getLogger("pplx_comm")
+
+IN_FLIGHT = 2
+"""Steps of an AllToAll that may be open: DeepEP holds two low latency results."""
+MOST_LANES = 8
+"""AllToAlls that a Communicator has at once."""
+
+
+@functools.cache
+def announce(package: str) -> None:
+    """Logs the provider, once."""
+    log.info("%s is provided by pplx_comm %s: docs/migrate.md says what differs", package, __version__)
+
+
+def refuse(call: str, argument: str, instead: str) -> Error:
+    return Error(f"{call}: pplx_comm does not support {argument}: {instead}")
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Without its gradient: callers of these packages write their own backward pass."""
+    return tensor.detach() if tensor.requires_grad else tensor
+
+
+class Step:
+    """A dispatch, until its combine is received."""
+
+    def __init__(self, lane: Lane, d: Dispatched) -> None:
+        self.lane = lane
+        self.d: Dispatched | None = d
+        self.then: Callable[[], None] | None = None
+        """Runs once, behind the receive half."""
+        self._combining: Combining | None = None
+
+    @property
+    def combinable(self) -> bool:
+        return self.d is not None and self._combining is None
+
+    def rows(self) -> Dispatched:
+        """Raises an Error once the step is closed."""
+        if self.d is None:
+            raise Error("this handle was combined, or two later dispatches took its memory: read its elements before")
+        return self.d
+
+    def receive(self) -> None:
+        """The receive half, and `then`. Does nothing the second time."""
+        then, self.then = self.then, None
+        if self.d is not None and not self.d.received:
+            self.lane.a2a.dispatch_recv(self.d)
+        if then is not None:
+            then()
+
+    def combine(self, expert_out: torch.Tensor, *, send_only: bool = False, **arguments: Any) -> torch.Tensor:
+        """send_only: finish() is the receive half; `out` must be given."""
+        if send_only:
+            self._combining = self.lane.a2a.combine_send(_plain(expert_out), self.rows(), **arguments)
+            return self._combining.out
+        y = self.lane.a2a.combine(_plain(expert_out), self.rows(), **arguments)
+        assert isinstance(y, torch.Tensor)
+        self.d = None
+        return y
+
+    def finish(self) -> None:
+        """The receive half of a combine. Does nothing the second time."""
+        combining, self._combining = self._combining, None
+        if combining is not None:
+            self.lane.a2a.combine_recv(combining)
+            self.d = None
+
+    def end(self) -> None:
+        """Closes the step, with all that its caller has not done."""
+        self.finish()
+        if self.d is not None:
+            self.receive()
+            self.d.release()
+            self.d = None
+
+
+class Lane:
+    """An AllToAll and its latest steps."""
+
+    def __init__(self, a2a: AllToAll) -> None:
+        self.a2a = a2a
+        self.num_sms: int | None = None
+        self.closed = False
+        self.captured = False
+        """True once a CUDA graph has a step: it keeps the memory."""
+        self.steps: deque[Step] = deque()
+        self._gpu = a2a.device.type == "cuda"
+
+    def dispatch(
+        self,
+        x: torch.Tensor,
+        ids: torch.Tensor,
+        weights: torch.Tensor | None = None,
+        x_scale: torch.Tensor | None = None,
+        *,
+        send_only: bool = False,
+    ) -> Step:
+        """A step takes the memory of the one `IN_FLIGHT` before it, which ends first: on all ranks alike, since they make the same
+        calls."""
+        if self._gpu and torch.cuda.is_current_stream_capturing():
+            self.captured = True
+        if len(self.steps) == IN_FLIGHT:
+            self.steps.popleft().end()
+        send = self.a2a.dispatch_send if send_only else self.a2a.dispatch
+        step = Step(self, send(_plain(x), ids, None if weights is None else _plain(weights), x_scale=x_scale))
+        self.steps.append(step)
+        return step
+
+    def set_num_sms(self, num_sms: int) -> None:
+        if num_sms != self.num_sms:
+            self.a2a.set_num_sms(num_sms)
+            self.num_sms = num_sms
+
+    def close(self) -> None:
+        while self.steps:
+            self.steps.popleft().end()
+        self.closed = True
+        self.a2a.close()
+
+
+class Pool:
+    """The AllToAlls of one Communicator. The least recently used one makes room for another, on all ranks alike."""
+
+    def __init__(self, communicator: Callable[[int | None], Communicator]) -> None:
+        """communicator: makes it, of this number of ranks per node."""
+        self.settings = read(Compat)
+        self.comm = communicator(self.settings.node_size)
+        self._lanes: OrderedDict[Hashable, Lane] = OrderedDict()
+
+    def lane(self, key: Hashable, arguments: Callable[[], dict[str, Any]]) -> Lane:
+        """The AllToAll of that key, made at first use with those arguments: collective."""
+        lane = self._lanes.get(key)
+        if lane is None:
+            lane = self._lanes[key] = self._open(arguments())
+        self._lanes.move_to_end(key)
+        return lane
+
+    def _open(self, arguments: dict[str, Any]) -> Lane:
+        if torch.device(arguments["device"]).type == "cuda" and torch.cuda.is_current_stream_capturing():
+            raise Error("this shape was first used while a CUDA graph is captured, where nothing can be made: run it once before")
+        if len(self._lanes) == MOST_LANES:
+            old = next((key for key, lane in self._lanes.items() if not lane.captured), None)
+            if old is None:
+                raise Error(f"CUDA graphs hold all {MOST_LANES} AllToAlls of this buffer: use another buffer for further shapes")
+            self._lanes.pop(old).close()
+        settings = self.settings
+        return Lane(AllToAll(self.comm, in_flight=IN_FLIGHT, transport=settings.transport, timeout=settings.timeout, **arguments))
+
+    def most(self, call: str, tokens: int) -> int:
+        """Returns the most tokens of any rank. Collective."""
+        answers = self.comm.control.all_gather({"tokens": tokens}, call)
+        return max(answer["tokens"] for answer in answers if answer is not None)
+
+    def dead(self) -> list[int]:
+        """1 for each rank that is gone, or that this rank waited for in vain."""
+        failure = self.comm.failure
+        blamed = None if failure is None else failure.rank if failure.peer is None else failure.peer
+        return [int(not there or rank == blamed) for rank, there in enumerate(self.comm.control.alive())]
+
+    def reset(self) -> None:
+        """After a failure the ranks that are left go on. Collective over them."""
+        self.comm.reset()
+        for lane in self._lanes.values():
+            lane.steps.clear()
+
+    def close(self) -> None:
+        """Does not wait for peers."""
+        for lane in self._lanes.values():
+            lane.a2a.close()
+        self._lanes.clear()
+        self.comm.close()
+
+
+class Routes:
+    """The routing of a dispatch, for further ones and for combines.
+
+    It keeps the ids, not a Plan: a Plan on a GPU keeps the memory of its dispatch's rows.
+    """
+
+    def __init__(self, ids: torch.Tensor) -> None:
+        self.ids = ids
+        self.step: Step | None = None
+
+    def dispatch(self, lane: Lane, x: torch.Tensor, *sent: torch.Tensor | None, send_only: bool = False) -> Step:
+        """sent: weights and scales."""
+        self.step = lane.dispatch(x, self.ids, *sent, send_only=send_only)
+        return self.step
+
+    def open_step(self, lane: Lane) -> Step:
+        """The step to combine on. A closed one is opened again by a dispatch of rows whose content does not matter."""
+        step = self.step
+        if step is None or step.lane is not lane or not step.combinable:
+            a2a = lane.a2a
+            step = self.dispatch(lane, torch.empty(len(self.ids), a2a.hidden, dtype=a2a.dtype, device=self.ids.device))
+        return step

@@ -1,0 +1,118 @@
+"""compat.deep_ep: DeepEP's V1 Buffer over this library, by what its documentation promises."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from gloo import GlooCrews
+from harness import Crew, Crews, seed
+
+LAYER = {"hidden": 1024, "experts": 8, "top_k": 3}
+TOKENS = [5, 0, 9, 3]
+ENV = {"PPLX_COMM_COMPAT_MAX_TOKENS": "64", "PPLX_COMM_COMPAT_TIMEOUT": "20"}
+
+
+@pytest.fixture(scope="module")
+def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crews]:
+    crews = GlooCrews(4, tmp_path_factory.mktemp, ENV)
+    yield crews
+    crews.close()
+
+
+@pytest.fixture(scope="module")
+def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crews]:
+    crews = GlooCrews(4, tmp_path_factory.mktemp, ENV | {"PPLX_COMM_COMPAT_NODE_SIZE": "2", "PPLX_COMM_PROVIDER": "tcp"})
+    yield crews
+    crews.close()
+
+
+@pytest.mark.parametrize("how", ["whole", "async", "hook"])
+@pytest.mark.parametrize("kind", ["bf16", "fp8", "powers", "packed"])
+def test_low_latency(crew: Crews, kind: str, how: str) -> None:
+    crew.run("deep_ep_cases:low_latency", seed(), LAYER, TOKENS, 9, kind, how)
+
+
+def test_low_latency_of_two_nodes(two_nodes: Crews) -> None:
+    two_nodes.run("deep_ep_cases:low_latency", seed(), LAYER, TOKENS, 9, "fp8", "hook")
+
+
+def test_more_dispatches_than_are_held(crew: Crews) -> None:
+    crew.run("deep_ep_cases:many_open", seed(), LAYER, TOKENS, 9)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+@pytest.mark.parametrize("with_top_k", [False, True])
+@pytest.mark.parametrize("kind", ["bf16", "fp8"])
+def test_normal(crew: Crews, kind: str, with_top_k: bool, asynchronous: bool) -> None:
+    crew.run("deep_ep_cases:normal", seed(), LAYER, TOKENS, 1, kind, with_top_k, asynchronous)
+
+
+@pytest.mark.parametrize("with_top_k", [False, True])
+def test_normal_of_two_nodes(two_nodes: Crews, with_top_k: bool) -> None:
+    two_nodes.run("deep_ep_cases:normal", seed(), LAYER, TOKENS, 2, "bf16", with_top_k, False)
+
+
+def test_backward_passes(crew: Crews) -> None:
+    crew.run("deep_ep_cases:backward", seed(), LAYER, TOKENS)
+
+
+def test_more_shapes_than_a_communicator_has_all_to_alls(crew: Crews) -> None:
+    assert crew.run("deep_ep_cases:many_shapes", seed()) == [(8, True)] * 4
+
+
+def test_a_buffer_that_nothing_refers_to(crew: Crews) -> None:
+    assert crew.run("deep_ep_cases:dropped") == [[True, False]] * 4
+
+
+def test_the_provider_is_logged_once(crew: Crews) -> None:
+    first, *others = crew.run("deep_ep_cases:logged")
+    assert len(first) == 1 and "provided by pplx_comm" in first[0] and others == [[]] * 3
+
+
+REFUSALS = {
+    "shrink": r"Buffer: pplx_comm does not support enable_shrink=True: .*PeerError",
+    "no group": "give group=",
+    "waiting": r"dispatch_wait_recv_cost_stats=: leave it out; .*StepTimeout",
+    "nvfp4": r"use_nvfp4=: use use_fp8=True",
+    "ue8m0 alone": "needs use_fp8=True and round_scale=True",
+    "packed": "multiple of 512",
+    "async and hook": "not both",
+    "uneven": "num_experts=9 must be a multiple of the 4 ranks",
+    "logfmt": "use_logfmt=True: leave it out",
+    "waiting back": "combine_wait_recv_cost_stats=: leave it out",
+    "overlap": "--enable-single-batch-overlap",
+    "zero copy": "get_next_low_latency_combine_buffer",
+    "mask": "mask=True: end that rank",
+    "memory": "get_local_buffer_tensor: pplx_comm does not support access",
+    "no layout": "get_dispatch_layout",
+    "scales": "scales of torch.int32: pass float32",
+    "no wait": "without async_finish=True",
+}
+
+
+def test_refusals(crew: Crews) -> None:
+    for told in crew.run("deep_ep_cases:refusals"):
+        assert told.keys() == REFUSALS.keys()
+        wrong = {name: said for name, said in told.items() if not re.search(REFUSALS[name], said)}
+        assert not wrong
+
+
+def test_more_tokens_than_there_is_room_for(crew: Crews) -> None:
+    """All ranks hear of it at once."""
+    for rank, told in enumerate(crew.run("deep_ep_cases:too_many")):
+        if rank == 1:
+            assert "rank 1 has 70 tokens" in told["message"] and "PPLX_COMM_COMPAT_MAX_TOKENS" in told["message"]
+        else:
+            assert told["is_peer"] and "rank 1" in told["message"], told
+
+
+def test_a_death(tmp_path: Path) -> None:
+    with Crew(3, ENV) as crew:
+        crew.run("gloo:start", str(tmp_path / "store"))
+        crew.start("deep_ep_cases:a_death", 1)
+        crew.all_heard("ready")
+        crew.kill(1)
+        assert crew.collect(ranks=[0, 2]) == [[0, 1, 0]] * 2
