@@ -16,7 +16,7 @@ from harness import until
 from outcomes import must, raised
 
 SOURCE, RELAY = 0, 2
-"""Of 4 ranks in nodes of two."""
+"""Ranks of four, in nodes of two."""
 STEP, GENERATION, ROWS, SENDER, COUNTS = 0, 1, 2, 4, 16
 """Words of a node block. Masks follow the counts of the node's experts."""
 
@@ -70,7 +70,7 @@ def damages(case: Case) -> dict[str, tuple[int, int]]:
 
 
 def damaged(me: Any, case: Case) -> dict[str, dict[str, Any]]:
-    """What this rank saw, by damage."""
+    """Returns the outcome of each damage at this rank."""
     told: dict[str, dict[str, Any]] = {}
     x = torch.ones(case.max_tokens, case.hidden, dtype=DTYPES[case.dtype])
     ids = torch.full((case.max_tokens, case.top_k), case.num_experts // 2)

@@ -11,7 +11,6 @@ from emulation_cases import LARGE, ON_X86_64, case_of, module, numbers, run_refu
 from harness import Crew, seed
 from open_step_cases import small_case
 
-
 pytestmark = [ON_X86_64, pytest.mark.slow]
 
 

@@ -14,6 +14,7 @@ import rank_cases
 import reference
 import torch
 from cases import DTYPES, Case, Step
+from harness import allowed
 from outcomes import Failed, must
 from rank_cases import Runner
 from reference import same_bits
@@ -98,7 +99,7 @@ class Expected:
         """Until all words are raised, in whatever order."""
         planned, arrived = self.d.planned.view(torch.int32).numpy(), self.d.arrived.view(torch.int32).numpy()
         left, planned_too = set(range(self.words)), False
-        deadline = time.monotonic() + LONGEST
+        deadline = time.monotonic() + allowed(LONGEST)
         while left or not planned_too:
             must(time.monotonic() < deadline, "never raised:", sorted(left), "planned", planned, "arrived", arrived)
             if not planned_too and planned[0] < 0:
@@ -226,7 +227,7 @@ def rank_1_stays_away(me: Any, case: Case, timeout: float) -> dict[str, Any]:
 
 
 def spin(d: pc.Dispatched) -> None:
-    words, deadline = d.planned.view(torch.int32).numpy(), time.monotonic() + LONGEST
+    words, deadline = d.planned.view(torch.int32).numpy(), time.monotonic() + allowed(LONGEST)
     while not words[0] < 0:
         must(time.monotonic() < deadline, "the words of a dispatch that failed are not raised")
         time.sleep(BETWEEN_LOOKS)

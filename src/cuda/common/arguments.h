@@ -251,7 +251,7 @@ struct Relays {
   std::uint64_t skipped = 0;  // living remote ranks to which this one sends nothing, a bit each
   char* blocks[kMaxNodeRanks] = {};  // a mate's Common::blocks
   char* areas[kMaxNodeRanks] = {};  // a mate's
-  BlockLayout answer;  // of answers; without combine_fp8 that of Common::combine
+  BlockLayout answer;  // answers have it; without combine_fp8 it is Common::combine
   RelayLayout layout;  // this rank's; all have the rows and blocks at the same place
 };
 
