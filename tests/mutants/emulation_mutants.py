@@ -673,8 +673,8 @@ MUTANTS = [
     Mutant(
         "relays: a mask of numbers is one of ranks",
         "src/cuda/remote/dispatch_extras.cuh",
-        "1u << a.relays.number[rank] : 0",
-        "1u << rank % 32 : 0",
+        "goes ? 1u << a.relays.number[rank] : 0",
+        "goes ? 1u << rank % 32 : 0",
         "rows go to other mates than those that want them",
         RELAYED,
         "_cuda",

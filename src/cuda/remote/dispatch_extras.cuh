@@ -33,19 +33,17 @@ struct DispatchExtras<false> {
     sync_senders();
     if (threadIdx.x == 0) count_header(k, step, Op::Dispatch, peer, rows, 1);
   }
-  // Writes a row's route, and its mask: a warp. Each choice names its rank.
-  __device__ static __noinline__ void write_node_route(const DispatchArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t peer,
-                                                       const PlannedToken<false>& t, char* to) {
+  // Writes a row's route, and its mask: a warp. Each choice names its rank. goes: if the lane's choice goes there, as expert `id`.
+  __device__ static __noinline__ void write_node_route(const DispatchArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t peer, bool goes,
+                                                       std::uint32_t id, std::uint32_t index, float weight, std::uint32_t row, char* to) {
     const Common& k = a.common;
-    const std::uint32_t lane = threadIdx.x % 32;
-    const std::uint32_t rank = t.id < 0 ? 0 : k.per_rank.divide(static_cast<std::uint32_t>(t.id)), expert = static_cast<std::uint32_t>(t.id) - first_expert_of(k, rank);
-    const std::uint32_t mask = __reduce_or_sync(~0u, t.rank == peer ? 1u << a.relays.number[rank] : 0);
-    const std::uint32_t row = __shfl_sync(~0u, peer < 32 ? t.row[0] : t.row[1], static_cast<int>(peer % 32));
+    const std::uint32_t lane = threadIdx.x % 32, rank = goes ? k.per_rank.divide(id) : 0;
+    const std::uint32_t mask = __reduce_or_sync(~0u, goes ? 1u << a.relays.number[rank] : 0);
     char* const masks = block_for(k, set_of(k.c, step), Op::Dispatch, peer) + masks_at(k.c);
     if (lane == 0) reinterpret_cast<std::uint32_t*>(masks)[row] = mask;
     if (lane >= k.c.top_k) return;
-    const std::uint32_t place = t.rank == peer ? route_place(expert, t.index) : kNowhere;
-    store_vec16(to + k.dispatch.route_at + 16 * lane, make_uint4(place, __float_as_uint(t.weight), k.slice.token(own), rank));
+    const std::uint32_t place = goes ? route_place(id - first_expert_of(k, rank), index) : kNowhere;
+    store_vec16(to + k.dispatch.route_at + 16 * lane, make_uint4(place, __float_as_uint(weight), k.slice.token(own), rank));
   }
   // Counts remote rows, by a warp, once the senders have stored a unit.
   __device__ static void count_remote_rows(const DispatchArguments& a, std::uint32_t step, const StoredUnit& unit) {
