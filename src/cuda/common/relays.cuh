@@ -35,9 +35,9 @@ struct NumbersOfNode {
   __device__ std::uint32_t& of_row(std::uint32_t row, std::uint32_t mate) const { return at[1 + ranks + std::uint64_t{row} * ranks + mate]; }
 };
 
-// Waits of this rank last Common::timeout_ns. Those end sooner that know the rank to blame: first what a relay waits for, then blocks of
-// other nodes.
-inline constexpr auto kAnswersSooner = static_cast<std::uint64_t>(deadlines::kAnswered.seconds * 1e9);
+// Waits last Common::timeout_ns. Those end sooner that know the rank to blame: for node blocks first, then for what relays pass on, for what
+// mates return, and, by kPassedOnNs, for other blocks.
+inline constexpr auto kRelaysSooner = static_cast<std::uint64_t>(deadlines::kAnswered.seconds * 1e9), kNodesSooner = kRelaysSooner + kPassedOnNs, kReturnsSooner = kNodesSooner / 2;
 class Deadline {
  public:
   __device__ Deadline(const Common& k, std::uint32_t step, std::uint64_t sooner)
@@ -58,8 +58,8 @@ class Deadline {
 };
 
 // Waits as wait() does, by one thread, but gives up so much sooner.
-[[maybe_unused]] static __device__ __noinline__ bool wait_sooner(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer) {
-  Deadline deadline(k, step, kPassedOnNs);
+[[maybe_unused]] static __device__ __noinline__ bool wait_sooner(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer, std::uint64_t sooner) {
+  Deadline deadline(k, step, sooner);
   std::uint64_t seen = 0;
   const bool good = keep_looking(k, word, phase, step, peer, [&] { return seen; }, [&] {
     seen = load_acquire(word);

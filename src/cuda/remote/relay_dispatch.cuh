@@ -121,7 +121,7 @@ __device__ inline bool pass_on_node(const DispatchArguments& a, std::uint32_t st
   for (std::uint32_t source = lane; source < k.c.world; source += 32) {
     if (!is_remote(k, source) || (k.dead >> source & 1) != 0) continue;
     see_it_leave(k, step, Op::Weights, Phase::Weights, source);
-    wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, source), Phase::DispatchRecv, step, rank_of_holder(r, source));
+    wait_sooner(k, arrival(k, step, Signal::Dispatch, source), Phase::DispatchRecv, step, rank_of_holder(r, source), kRelaysSooner);
   }
   __syncwarp();
 }
