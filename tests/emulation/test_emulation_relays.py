@@ -32,12 +32,12 @@ def four() -> Iterator[Crews]:
 
 @pytest.mark.parametrize("transport", ["relayed:tcp", "relayed-dealt:shm"])
 def test_random_shapes(four: Crews, transport: str) -> None:
-    for number in numbers(10):
+    for number in numbers(5):
         four.run("emulated:call", module(), "rank_cases:exchange", drawn(70_000, number, 4, transport))
 
 
 def test_sums_as_codes(four: Crews) -> None:
-    for number in numbers(10):
+    for number in numbers(4):
         case = drawn(76_000, number, 4, ("relayed:tcp", "relayed-dealt:shm")[number % 2])
         four.run("emulated:call", module(), "rank_cases:exchange", replace(case, combine_wire="fp8", hidden=case.hidden + 264))
 
@@ -46,19 +46,19 @@ def test_sums_as_codes(four: Crews) -> None:
 def test_nodes_of_other_sizes(world: int, transport: str) -> None:
     """2, 2 and 1 ranks; 4 and 3; 4 and 4."""
     with Crew(world) as crew:
-        for number in numbers(5):
+        for number in numbers(2):
             crew.run("emulated:call", module(), "rank_cases:exchange", drawn(71_000, number, world, transport), timeout=100)
 
 
 def test_in_a_chaos() -> None:
     with Crew(4, {"PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}"}) as crew:
-        for number in numbers(5):
+        for number in numbers(3):
             crew.run("emulated:call", module(), "rank_cases:exchange", drawn(72_000, number, 4, "relayed:tcp"))
 
 
 def test_one_resident_thread_block_suffices() -> None:
     with Crew(4, {"PPLX_EMULATION_ROOM": "1", "PPLX_EMULATION_SMS": "5"}) as crew:
-        for number in numbers(5):
+        for number in numbers(3):
             crew.run("emulated:call", module(), "rank_cases:exchange", drawn(73_000, number, 4, "relayed:tcp"))
 
 
@@ -81,7 +81,7 @@ def test_more_rows_than_a_warp_has_lanes(four: Crews) -> None:
 
 
 def test_hooks(four: Crews) -> None:
-    for number in numbers(5):
+    for number in numbers(2):
         four.run("emulated:call", module(), "hook_cases:hooked", drawn(74_000, number, 4, "relayed:tcp"))
 
 
@@ -106,7 +106,7 @@ def test_refusals(four: Crews) -> None:
 
 
 def test_blocks_in_gpu_memory() -> None:
-    cases = [drawn(75_000, number, 4, "relayed-copy") for number in numbers(5)]
+    cases = [drawn(75_000, number, 4, "relayed-copy") for number in numbers(3)]
     with Crew(1) as crew:
         crew.run("emulated:call", module(), "placement_cases:random_shapes", cases, timeout=200)
 

@@ -41,8 +41,8 @@ MUTANTS = [
     Mutant(
         "pieces: rows that have been read stay uncounted",
         "src/cuda/large/receive_sums.cuh",
-        "    if (!__all_sync(~0u, good)) {\n      finish();\n",
-        "    if (!__all_sync(~0u, good)) {\n",
+        "if (!__all_sync(~0u, here)) finish();",
+        "",
         "peers wait for room, and this rank for their rows",
         PIECES,
     ),
@@ -208,8 +208,8 @@ MUTANTS = [
     Mutant(
         "pieces: sums that have been read leave no blank for few tokens",
         "src/cuda/large/receive_sums.cuh",
-        "(rows == nullptr && number < k_.word_rows ? kMakeBlank",
-        "(rows == nullptr && number < k_.word_rows && !in_rounds() ? kMakeBlank",
+        "(number < k_.word_rows ? kMakeBlank",
+        "(number < k_.word_rows && !in_rounds() ? kMakeBlank",
         "the same",
         FEW,
         "_cuda",

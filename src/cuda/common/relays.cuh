@@ -13,7 +13,8 @@ __device__ inline const char* node_block(const Common& k, const Relays& r, std::
   return r.blocks[r.holder[source]] + k.heap.remote_slot_at(set, op, count_ranks_below(k.remote, source));
 }
 // Returns the numbers of a mate's rows in that block.
-__device__ inline std::uint32_t* rows_of_mate(const Common& k, const Relays& r, std::uint32_t set, std::uint32_t source, std::uint32_t mate) {
+__device__ inline std::uint32_t* rows_of_mate(const Common& k, const Relays& r, std::uint32_t set, std::uint32_t source,
+                                              std::uint32_t mate) {
   return reinterpret_cast<std::uint32_t*>(r.areas[mate]) + (std::uint64_t{set} * k.c.world + source) * k.most_rows;
 }
 // Returns the block with a mate's sums for the source.
@@ -32,12 +33,15 @@ struct NumbersOfNode {
         ranks(k.c.node_ranks) {}
   __device__ std::uint32_t& of_mate(std::uint32_t mate) const { return at[mate]; }
   __device__ std::uint32_t& all() const { return at[ranks]; }
-  __device__ std::uint32_t& of_row(std::uint32_t row, std::uint32_t mate) const { return at[1 + ranks + std::uint64_t{row} * ranks + mate]; }
+  __device__ std::uint32_t& of_row(std::uint32_t row, std::uint32_t mate) const {
+    return at[1 + ranks + std::uint64_t{row} * ranks + mate];
+  }
 };
 
-// Waits last Common::timeout_ns. Those end sooner that know the rank to blame: for node blocks first, then for what relays pass on, for what
-// mates return, and, by kPassedOnNs, for other blocks.
-inline constexpr auto kRelaysSooner = static_cast<std::uint64_t>(deadlines::kAnswered.seconds * 1e9), kNodesSooner = kRelaysSooner + kPassedOnNs, kReturnsSooner = kNodesSooner / 2;
+// Waits last Common::timeout_ns. Those end sooner that know the rank to blame: for node blocks first, then for what relays pass on,
+// for what mates return, and, by kPassedOnNs, for other blocks.
+inline constexpr auto kRelaysSooner = static_cast<std::uint64_t>(deadlines::kAnswered.seconds * 1e9);
+inline constexpr std::uint64_t kNodesSooner = kRelaysSooner + kPassedOnNs, kReturnsSooner = kNodesSooner / 2;
 class Deadline {
  public:
   __device__ Deadline(const Common& k, std::uint32_t step, std::uint64_t sooner)
@@ -58,7 +62,8 @@ class Deadline {
 };
 
 // Waits as wait() does, by one thread, but gives up so much sooner.
-[[maybe_unused]] static __device__ __noinline__ bool wait_sooner(const Common& k, const void* word, Phase phase, std::uint32_t step, std::uint32_t peer, std::uint64_t sooner) {
+[[maybe_unused]] static __device__ __noinline__ bool wait_sooner(const Common& k, const void* word, Phase phase, std::uint32_t step,
+                                                                std::uint32_t peer, std::uint64_t sooner) {
   Deadline deadline(k, step, sooner);
   std::uint64_t seen = 0;
   const bool good = keep_looking(k, word, phase, step, peer, [&] { return seen; }, [&] {

@@ -141,7 +141,8 @@ __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t st
   char* row = nullptr;
   if (entry != kNone) {
     const bool answered = !kMappedOnly && is_remote(k, rank);
-    row = own_slot<kMappedOnly>(k, set_of(k.c, step), Op::Combine, rank) + (answered ? a.relays.answer : k.combine).row_at(entry & 0xfffffu);
+    row = own_slot<kMappedOnly>(k, set_of(k.c, step), Op::Combine, rank) +
+          (answered ? a.relays.answer : k.combine).row_at(entry & 0xfffffu);
   }
   const std::uint32_t begin = strip * strip_bytes(kReceivedVectors) + threadIdx.x % 32 * 16;
   const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kReceivedVectors));

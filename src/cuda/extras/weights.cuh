@@ -76,13 +76,14 @@ __device__ inline bool sent_weight(const CombineArguments& a, std::uint32_t step
 }
 
 // The same for a source whose weights lie in its relay's memory, all of a row's.
-[[maybe_unused]] static __device__ __noinline__ bool sent_node_weight(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t row,
-                                                                      float& weight) {
+[[maybe_unused]] static __device__ __noinline__ bool sent_node_weight(const CombineArguments& a, std::uint32_t step, std::uint32_t source,
+                                                                     std::uint32_t row, float& weight) {
   const Common& k = a.common;
   const Relays& r = a.relays;
   const std::uint32_t set = set_of(k.c, step);
-  if (!all_of_warp(threadIdx.x % 32 != 0 || wait<Match::Reached>(k, arrival(k, step, Signal::Weights, source), Phase::Weights, step, rank_of_holder(r, source))))
-    return false;
+  const bool good = threadIdx.x % 32 != 0 ||
+                    wait<Match::Reached>(k, arrival(k, step, Signal::Weights, source), Phase::Weights, step, rank_of_holder(r, source));
+  if (!all_of_warp(good)) return false;
   std::uint32_t choices = a.received.choices[a.received.rows_begin[source] + row];
   for (std::uint32_t nth = threadIdx.x % 32; nth != 0; --nth) choices &= choices - 1;
   if (choices == 0) return true;

@@ -59,8 +59,10 @@ bool Exchange::is_large(const Launch& launch, const DispatchArguments& a) const 
 
 void Exchange::check_order(const std::optional<Launches::Sequence::Early>& early, const char* call) const {
   if (!early) return;
-  const std::string why = common_.heap.in_pieces ? "slot_bytes=" + std::to_string(common_.c.slot_bytes) + " blocks go in pieces, and" : "dedup='node'";
-  throw Misuse(std::string(call) + ": step " + std::to_string(early->step) + " before step " + std::to_string(early->before) + ", but with " + why + " steps are received in order");
+  const std::string why =
+      common_.heap.in_pieces ? "slot_bytes=" + std::to_string(common_.c.slot_bytes) + " blocks go in pieces, and" : "dedup='node'";
+  throw Misuse(std::string(call) + ": step " + std::to_string(early->step) + " before step " + std::to_string(early->before) +
+               ", but with " + why + " steps are received in order");
 }
 
 PieceArguments Exchange::pieces_of(const Launch& launch) const {
@@ -142,7 +144,8 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
   if ((launch.halves & kSend) != 0 && here.open_steps() == c.in_flight)
     throw Misuse(too_many_open_text("a step", c.in_flight));
   const bool pieces = common_.heap.in_pieces, ordered = pieces || c.node_ranks != 0;
-  if (ordered && launch.halves == kRecv) check_order(launches_.open_with(here, launch.buffer).receives_early(launch.buffer), "dispatch_recv");
+  if (ordered && launch.halves == kRecv)
+    check_order(launches_.open_with(here, launch.buffer).receives_early(launch.buffer), "dispatch_recv");
   if (ordered && launch.halves == (kSend | kRecv)) check_order(here.opens_early(steps_.next()), "dispatch_recv");
   // A dispatch notes how many thread blocks the combine of its step will have, so that number stays while a step is open.
   if (sms_ != wanted_sms_ && here.open_steps() == 0 && launches_.eager().open_steps() == 0) {

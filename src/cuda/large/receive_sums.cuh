@@ -13,7 +13,8 @@ template <bool kExtras>
 class SumDealer : RowDealer {
  public:
   __device__ SumDealer(const CombineArguments& a, std::uint32_t step, CombineShared& s, DealtRows& ring, const RingMemory& memory)
-      : RowDealer(a, step, s, ring, memory), end_(in_rounds() ? a.own : (a.own + gridDim.x - 1 - blockIdx.x) / gridDim.x), unread_last_(place_) {}
+      : RowDealer(a, step, s, ring, memory), end_(in_rounds() ? a.own : (a.own + gridDim.x - 1 - blockIdx.x) / gridDim.x),
+        unread_last_(place_) {}
 
   // Until no token is left, or one fails.
   __device__ void deal() {

@@ -34,8 +34,9 @@ struct DispatchExtras<false> {
     if (threadIdx.x == 0) count_header(k, step, Op::Dispatch, peer, rows, 1);
   }
   // Writes a row's route, and its mask: a warp. Each choice names its rank. goes: if the lane's choice goes there, as expert `id`.
-  __device__ static __noinline__ void write_node_route(const DispatchArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t peer, bool goes,
-                                                       std::uint32_t id, std::uint32_t index, float weight, std::uint32_t row, char* to) {
+  __device__ static __noinline__ void write_node_route(const DispatchArguments& a, std::uint32_t step, std::uint32_t own,
+                                                       std::uint32_t peer, bool goes, std::uint32_t id, std::uint32_t index,
+                                                       float weight, std::uint32_t row, char* to) {
     const Common& k = a.common;
     const std::uint32_t lane = threadIdx.x % 32, rank = goes ? k.per_rank.divide(id) : 0;
     const std::uint32_t mask = __reduce_or_sync(~0u, goes ? 1u << a.relays.number[rank] : 0);
@@ -57,14 +58,18 @@ struct DispatchExtras<false> {
   __device__ static bool await_remote_row(const Common& k, std::uint32_t step, std::uint32_t source, std::uint32_t row) {
     return row_was_passed_on(k, step, Op::Dispatch, Phase::DispatchRecv, source, row);
   }
-  __device__ static void pass_on(const DispatchArguments& a, std::uint32_t step) { has_relays(a.common) ? pass_on_nodes(a, step) : pass_on_dispatches(a, step); }
+  __device__ static void pass_on(const DispatchArguments& a, std::uint32_t step) {
+    has_relays(a.common) ? pass_on_nodes(a, step) : pass_on_dispatches(a, step);
+  }
   // Waits for a source's node block. Returns this rank's nth row there; null: it will not come.
   __device__ static const char* find_node_row(const DispatchArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t nth) {
     const Common& k = a.common;
     const std::uint32_t set = set_of(k.c, step);
-    const bool good = threadIdx.x % 32 != 0 || wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, source), Phase::DispatchRecv, step, source);
+    const bool good = threadIdx.x % 32 != 0 ||
+                      wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, source), Phase::DispatchRecv, step, source);
     if (!all_of_warp(good)) return nullptr;
-    return node_block(k, a.relays, set, Op::Dispatch, source) + k.dispatch.row_at(__ldcg(rows_of_mate(k, a.relays, set, source, a.relays.number[k.c.rank]) + nth));
+    const std::uint32_t row = __ldcg(rows_of_mate(k, a.relays, set, source, a.relays.number[k.c.rank]) + nth);
+    return node_block(k, a.relays, set, Op::Dispatch, source) + k.dispatch.row_at(row);
   }
   // Tells a replica, or this rank's comparing block, what replicas must have in common: tokens, and a digest of all their ids.
   __device__ static __noinline__ void tell_replica(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, SendShared& s) {

@@ -48,8 +48,8 @@ __device__ inline bool answer_header(const CombineArguments& a, std::uint32_t st
 }
 
 // Takes the tail of a row of the node block: each choice's from its own rank. The first n lanes have a mate's row and its rank.
-__device__ inline bool answer_tail(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t row, std::uint32_t n, const char* from,
-                                   std::uint32_t rank, char* to) {
+__device__ inline bool answer_tail(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t row, std::uint32_t n,
+                                   const char* from, std::uint32_t rank, char* to) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   if (!all_of_warp(lane >= n || wait<Match::Exact>(k, from + k.combine.arrival_at, Phase::CombineRecv, step, rank))) return false;
@@ -68,7 +68,8 @@ __device__ inline bool answer_tail(const CombineArguments& a, std::uint32_t step
 
 // Stores a lane's numbers of an answer as codes (combine_wire="fp8"): load_codes() reads them.
 template <typename T>
-__device__ inline void store_codes(const Relays& r, char* to, const Sums<T, kReceivedVectors>& sums, std::uint32_t begin, std::uint32_t end) {
+__device__ inline void store_codes(const Relays& r, char* to, const Sums<T, kReceivedVectors>& sums, std::uint32_t begin,
+                                   std::uint32_t end) {
   constexpr std::uint32_t kNumbers = T::kPerVector, kTogether = scale_block(Wire::FP8), kLanes = kTogether / kNumbers;
   float f[kNumbers] = {};
   if (begin < end) T::unpack(T::pack(sums.sum[0]), f);
@@ -85,8 +86,10 @@ __device__ inline void store_codes(const Relays& r, char* to, const Sums<T, kRec
     *reinterpret_cast<std::uint32_t*>(to + element + i) = largest < 0x7f800000u ? four_e4m3(f + i, s.multiplier) : 0x7f7f7f7fu;
   if (element % kTogether == 0) reinterpret_cast<float*>(to + r.answer.scales_at)[element / kTogether] = s.scale;
 }
+
 template <typename T>
-__device__ inline bool answer_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t rows, std::uint32_t unit) {
+__device__ inline bool answer_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t rows,
+                                    std::uint32_t unit) {
   const Common& k = a.common;
   const Relays& r = a.relays;
   const std::uint32_t set = set_of(k.c, step), lane = threadIdx.x % 32, strips = a.received_in.strips;
@@ -96,7 +99,8 @@ __device__ inline bool answer_strip(const CombineArguments& a, std::uint32_t ste
   const std::uint32_t n = __popc(some);
   for (std::uint32_t i = 0; i < lane; ++i) some &= some - 1;
   // Lanes take the row's mates in order: ranks ascend with their numbers.
-  const std::uint32_t mate = some != 0 ? lowest_rank(some) : 0, rank = r.rank[mate], its_row = __shfl_sync(~0u, number, static_cast<int>(mate));
+  const std::uint32_t mate = some != 0 ? lowest_rank(some) : 0, rank = r.rank[mate];
+  const std::uint32_t its_row = __shfl_sync(~0u, number, static_cast<int>(mate));
   char* const from = lane < n ? block_of_mate(k, r, set, source, mate) + k.combine.row_at(its_row) : nullptr;
   const std::uint32_t begin = strip * strip_bytes(kReceivedVectors) + lane * 16;
   const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kReceivedVectors));

@@ -23,7 +23,8 @@ __device__ inline unsigned long long* answers_begun(const Common& k, std::uint32
 }
 
 // Numbers the rows of a node block, whose masks are read once. A lane counts the rows of the mate with its number. False: a mask is wrong.
-__device__ inline bool number_rows(const DispatchArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t rows, std::uint32_t& counted) {
+__device__ inline bool number_rows(const DispatchArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t rows,
+                                   std::uint32_t& counted) {
   constexpr std::uint32_t kAtOnce = 4;
   const Common& k = a.common;
   const Relays& r = a.relays;
@@ -70,7 +71,8 @@ __device__ inline void pass_on_choices(const DispatchArguments& a, std::uint32_t
     for (std::uint32_t j = 0; j < kNumbersOfVec16; ++j)
       if (first + j < experts) n[j] = __ldcg(counts + mate * k.experts_per_rank + first + j) & kMostOfNumber;
     const PackedNumbers p = pack_numbers(n);
-    store_tagged(k, k.peers[rank] + k.heap.counts_at(k.c, set, source) + kVec16Bytes * (i % vectors), step, p.words[0], p.words[1], p.words[2]);
+    char* const to = k.peers[rank] + k.heap.counts_at(k.c, set, source) + kVec16Bytes * (i % vectors);
+    store_tagged(k, to, step, p.words[0], p.words[1], p.words[2]);
   }
 }
 

@@ -126,10 +126,12 @@ SharedMemory::SharedMemory(int device, const std::string& ipc_handle, std::size_
 SharedMemory::SharedMemory(int device, char* mapped, std::size_t bytes)
     : device_(device), kind_(Kind::Lent), address_(reinterpret_cast<unsigned long long>(mapped)), bytes_(bytes) {}
 
-SharedMemory::SharedMemory(int device, int fd, std::size_t bytes, std::size_t begin, std::size_t end) : device_(device), kind_(Kind::Host), bytes_(bytes) {
+SharedMemory::SharedMemory(int device, int fd, std::size_t bytes, std::size_t begin, std::size_t end)
+    : device_(device), kind_(Kind::Host), bytes_(bytes) {
   check(cudaSetDevice(device), "cudaSetDevice");
   void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
-  if (memory == MAP_FAILED) throw CudaError("mapping " + std::to_string(bytes) + " bytes of a relay's host memory: " + std::strerror(errno));
+  if (memory == MAP_FAILED)
+    throw CudaError("mapping " + std::to_string(bytes) + " bytes of a relay's host memory: " + std::strerror(errno));
   mapped_ = static_cast<char*>(memory);
   madvise(mapped_, bytes, MADV_DONTFORK);
   pinned_ = mapped_ + begin;
