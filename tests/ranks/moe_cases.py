@@ -318,6 +318,7 @@ def fails_inside(me: Any, case: MoECase, where: str, clumsy: int) -> dict[str, A
     layer = make_layer(me, case, world)
     x = taken(layer, world.x[me.rank]).requires_grad_()
     layer(x).sum().backward()  # a first step may come late
+    me.comm.barrier()  # a rank still in that step would hear of the failure there
 
     def call() -> None:
         if me.rank == clumsy and where == "begun":
