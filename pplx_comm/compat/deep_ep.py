@@ -152,7 +152,7 @@ class NormalHandle(Handle):
         self.experts = experts
 
     def _prefix_sums(self) -> torch.Tensor:
-        """Where the rows of each source end."""
+        """Returns the ends of the rows of each source."""
         d = self.dispatched()
         assert d.num_rows is not None
         return d.src_rank[: int(d.num_rows)].bincount(minlength=self.ranks).cumsum(0).to(torch.int32)

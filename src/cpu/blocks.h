@@ -62,7 +62,7 @@ class Blocks {
     std::uint64_t bytes, shared_bytes;
   };
   Region region() const { return {network(), areas_[config_.rank].bytes, areas_[config_.rank].shared_bytes}; }
-  // Where this rank's blocks for remote peers begin in the peers' regions, by word_index.
+  // Returns, by word_index, where this rank's blocks for remote peers begin in the peers' regions.
   std::vector<std::uint64_t> targets_there() const;
   // The living ranks with which this one exchanges blocks over the network, with node_ranks its rails alone.
   std::vector<std::uint32_t> network_peers() const;
@@ -159,7 +159,7 @@ class Blocks {
 
  private:
   static std::uint64_t* word(char* heap, std::uint64_t at) { return reinterpret_cast<std::uint64_t*>(heap + at); }
-  // Where a rank of this node has the blocks of a peer: in its heap, or, those of another node's ranks, in its RailArea.
+  // Returns a peer's slot at a rank of this node: in that rank's heap, or in its RailArea if the peer is on another node.
   char* slot(std::uint32_t at, std::uint32_t set, Op op, std::uint32_t peer) const {
     if (!relayed(peer)) return memory_.peers[at] + heap_.slot_at(config_, set, op, rails_.number[peer]);
     return memory_.rails[at] + areas_[config_.rank].slot_at(set, op, (op == Op::Combine ? rails_.other : rails_.nth)[peer]);

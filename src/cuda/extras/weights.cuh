@@ -75,7 +75,7 @@ __device__ inline bool sent_weight(const CombineArguments& a, std::uint32_t step
   return true;
 }
 
-// The same for a source whose weights lie in its relay's memory, all of a row's.
+// Does what sent_weight() does for a source whose weights lie in its relay's memory, all of a row's.
 [[maybe_unused]] static __device__ __noinline__ bool sent_node_weight(const CombineArguments& a, std::uint32_t step, std::uint32_t source,
                                                                      std::uint32_t row, float& weight) {
   const Common& k = a.common;

@@ -1,7 +1,7 @@
 // The loader and the quantisers of a large dispatch, and the rings in shared memory between its warps (docs/design.md, Roles).
 //
-// Of the warps that send only the dealer waits for peers: for counts, where it may keep no more own rows, and in rounds for room.
-// What it has dealt before is stored and told of meanwhile.
+// The dealer is the one sending warp that waits for peers: for counts, where it may keep no more own rows, and in rounds for room.
+// Meanwhile the other warps store what it has dealt before, and tell peers of it.
 #pragma once
 
 #include "receive.cuh"
