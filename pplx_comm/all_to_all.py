@@ -296,9 +296,11 @@ class AllToAll:
         self.combine(torch.zeros(d.x.shape, dtype=self.dtype, device=self.device), d)
 
     def reset(self, timeout: float | None = None) -> list[int]:
-        """Calls `Communicator.reset`, which resets all AllToAlls of this one's Communicator."""
+        """As `Communicator.reset`, which resets all AllToAlls of this one's Communicator. But calls of those that only other
+        threads have called go on to raise the failure until their own reset(), so that a thread between two calls hears of it.
+        """
         self._steps.check_open("reset")
-        return self._comm.reset(timeout)
+        return self._comm.recovery.reset(timeout, self._steps)
 
     def stats(self) -> dict[str, Any]:
         """Counters since construction.

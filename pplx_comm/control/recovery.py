@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Protocol
 
-from pplx_comm.control.deadlines import CONSTRUCTOR_SECONDS
+from pplx_comm.control.deadlines import CONSTRUCTOR_SECONDS, checked_timeout
 from pplx_comm.control.failure import Failure
 from pplx_comm.control.plane import ControlPlane
 from pplx_comm.errors import Error, PeerError
@@ -40,8 +40,20 @@ class Resettable(Protocol):
     def open_steps(self) -> int:
         """Steps that this rank has begun and not ended."""
 
-    def late(self) -> bool:
-        """True if a call of this thread raised a failure, and another thread's reset() has ended it since. Forgets it."""
+    @property
+    def generation(self) -> int:
+        """The Communicator's when it was made or last renewed."""
+
+    @property
+    def stopped(self) -> bool:
+        """Between stop() and go_on()."""
+
+    @property
+    def called(self) -> bool:
+        """True if this thread has begun a step."""
+
+    def heard(self) -> int | None:
+        """The generation of which a call of this thread raised a failure, since the thread last asked."""
 
     def notice(self) -> None:
         """Reports to all ranks a failure that this rank's memory tells of, and no call has raised yet."""
@@ -61,7 +73,8 @@ class Resettable(Protocol):
     def fail(self, problem: BaseException) -> None:
         """Its calls raise: reset() has failed."""
 
-    def go_on(self) -> None: ...
+    def go_on(self) -> None:
+        """Its calls work again."""
 
     def close(self) -> None: ...
 
@@ -104,12 +117,23 @@ class Recovery:
             finally:
                 self._owner = None
 
-    def reset(self, timeout: float | None) -> list[int]:
-        """See Communicator.reset."""
+    def reset(self, timeout: float | None, called_on: Resettable | None = None) -> list[int]:
+        """See AllToAll.reset, and Communicator.reset, which is called on none of them.
+
+        An AllToAll that this thread has never called is another thread's. It stays stopped, so that a thread that was between two
+        calls comes to its `except` as well.
+        """
+        if timeout is not None and not checked_timeout(timeout, "reset: timeout"):
+            raise Error(f"reset: timeout={timeout!r} must be a positive number of seconds")
         with self.alone("reset"):
             everything = self.open()
-            failure = self._failure(everything, late=any([one.late() for one in everything]))
+            heard = {one: one.heard() for one in everything}
+            known = [one for one, told in heard.items() if called_on in (None, one) or told is not None or one.called]
+            late = any(one.stopped or ((told := heard[one]) is not None and told < one.generation) for one in known)
+            failure = self._failure(everything, late)
             if failure is None:
+                for one in known:
+                    one.go_on()
                 return self._control.members()
             patience = max((one.patience for one in everything), default=float(CONSTRUCTOR_SECONDS)) if timeout is None else timeout
             try:
@@ -120,10 +144,13 @@ class Recovery:
                 survivors = self._control.agree_survivors(patience, after=self._generation, leave_out=True)
                 self._generation = self._control.generation
                 self._begin(everything, survivors, patience)
-                return survivors
+            except BaseException:
+                known = everything  # all calls raise why
+                raise
             finally:
-                for one in everything:
+                for one in known:
                     one.go_on()
+            return survivors
 
     def _failure(self, everything: Sequence[Resettable], late: bool) -> Failure | None:
         """Returns what to recover from; None if there is nothing, or another thread of this rank has done it.

@@ -40,10 +40,17 @@ class Life:
         self._stopped_by: Failure | None = None
         self._told = threading.local()
         """Its `generation`: of the last failure that calls of this thread raised. None once the thread has called reset()."""
+        self.callers: set[int] = set()
+        """The threads that have dispatched."""
         self._calls: deque[None] = deque()
         """An element for each running call; append() and pop() are atomic."""
         self._pid = os.getpid()
         self._all.add(self)
+
+    @property
+    def may_close(self) -> bool:
+        """False if it was closed, or the process that this one was forked from has to."""
+        return not (self.closed or self._forked)
 
     def close(self) -> bool:
         """False if another thread did, or the process that this one was forked from has to."""
@@ -95,15 +102,19 @@ class Life:
                     f"reset: {count} calls of other threads have not ended within {seconds:g} s; let them end, then try again"
                 )
 
+    @property
+    def stopped(self) -> bool:
+        return self._stopped_by is not None
+
     def told(self) -> None:
         """This thread's call raises a failure of this generation."""
         self._told.generation = self.generation
 
-    def late(self) -> bool:
+    def heard(self) -> int | None:
         """See control.recovery.Resettable."""
         told: int | None = getattr(self._told, "generation", None)
         self._told.generation = None
-        return told is not None and told < self.generation
+        return told
 
     def go_on(self) -> None:
         with self.lock:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import weakref
 from collections.abc import Callable
+from threading import get_ident
 from typing import Any
 
 import pplx_comm._core as _core
@@ -43,8 +44,10 @@ class Steps:
     def dispatch(self, halves: int, sent: Sent, apart: bool = False, zeroed: bool = False) -> Dispatched:
         """See Device.dispatch."""
         device = self.device
-        if not self._life.usable:
-            self._life.check("dispatch")
+        life = self._life
+        life.callers.add(get_ident())
+        if not life.usable:
+            life.check("dispatch")
         try:
             device.core.raise_trouble()
         except BaseException:
@@ -170,8 +173,20 @@ class Steps:
     def open_steps(self) -> int:
         return int(self.device.core.open_steps)
 
-    def late(self) -> bool:
-        return self._life.late()
+    @property
+    def generation(self) -> int:
+        return self._life.generation
+
+    @property
+    def stopped(self) -> bool:
+        return self._life.stopped
+
+    @property
+    def called(self) -> bool:
+        return get_ident() in self._life.callers
+
+    def heard(self) -> int | None:
+        return self._life.heard()
 
     def notice(self) -> None:
         with contextlib.suppress(PeerError):
@@ -239,5 +254,5 @@ class Steps:
 
 def _give_back(session: Session, wiring: Wiring) -> None:
     """The end of an AllToAll that was dropped without close(): its proxy would wait for the answers of open steps for ever."""
-    if session.life.usable:
+    if session.life.may_close:
         wiring.close(deadlines.CLOSE_FAILED)

@@ -108,6 +108,8 @@ def threads_reset(me: Any, case: Case, how: str, count: int = 3) -> None:
         }[how]()
         told = _together([lambda call=call: raised(lambda: must(call() == [*range(me.world_size)], "survivors")) for call in calls])
         must(all(not each["type"] for each in told), "every thread hears of all survivors:", told)
+        for a2a in all_to_alls:  # the others are this thread's, if all reset one
+            must(a2a.reset() == [*range(me.world_size)], "survivors")
         _good_steps(me, case, all_to_alls, [True] * me.world_size)
 
 
@@ -128,7 +130,7 @@ def _together(calls: list[Callable[[], Any]]) -> list[Any]:
     return results
 
 
-def lanes(me: Any, case: Case, victim: int, how: str, path: str, count: int = 2) -> None:
+def lanes(me: Any, case: Case, victim: int, path: str, count: int = 2) -> None:
     """A thread for each AllToAll, none of which knows of the others: it steps, and resets when its own call raises."""
     alive = [True] * me.world_size
     left = [rank for rank in range(me.world_size) if rank != victim]
@@ -142,7 +144,7 @@ def lanes(me: Any, case: Case, victim: int, how: str, path: str, count: int = 2)
             told = raised(lambda: [Survivor(me, _of(case, number), a2a, alive).step() for _ in range(10**6)])
             if not told.get("is_peer"):
                 return f"lane {number}: {told}"
-            now = (me.comm if how == "of the communicator" else a2a).reset()
+            now = a2a.reset()
             if now != left:
                 return f"lane {number}: the survivors are {now}"
             survivor = Survivor(me, _of(case, number), a2a, [rank in left for rank in range(me.world_size)])
@@ -163,6 +165,41 @@ def lanes(me: Any, case: Case, victim: int, how: str, path: str, count: int = 2)
         told = _together([*(lambda number=number: lane(number) for number in range(count)), die])
         must(not any(told), "every lane recovers:", told)
         me.comm.barrier()
+
+
+def between_calls(me: Any, case: Case) -> None:
+    """One thread's AllToAll is reset by the thread of another one, while its thread is in no call, with a step open. It hears of it;
+    its own reset() changes nothing of what the first thread has begun since."""
+    everyone = list(range(me.world_size))
+    with several(me, case, 2) as (one, other):
+        _good_steps(me, case, [one], [True] * me.world_size, 1)
+        steps = Survivor(me, _of(case, 1), other, [True] * me.world_size)
+
+        def in_its_thread(call: Callable[[], Any]) -> Any:
+            return _together([lambda: raised(call)])[0]
+
+        opened: list[Any] = []
+        told = in_its_thread(lambda: opened.append(steps.send().wait()))
+        must(told["message"] == "returned None", "a first step:", told)
+        with contextlib.suppress(pc.PeerError):
+            me.comm.barrier()
+        _fail(me)
+        must(one.reset() == everyone, "the survivors")
+        generation = me.comm.control.generation
+        d = Survivor(me, _of(case, 0), one, [True] * me.world_size).send()
+        for call in (steps.send, opened[0].release, other.check, steps.send):
+            told = in_its_thread(call)
+            must(told.get("is_peer") and "the test fails" in told["message"], "the other thread hears of it:", told)
+        must(other.reset() == everyone, "the same survivors")
+        d.wait()
+        d.release()
+        _good_steps(me, case, [one, other], [True] * me.world_size)
+        must(me.comm.control.generation == generation, "no new generation")
+        with contextlib.suppress(pc.PeerError):
+            me.comm.barrier()
+        _fail(me)
+        must(me.comm.reset() == everyone, "the survivors")
+        _good_steps(me, case, [one, other], [True] * me.world_size)
 
 
 def open_on_some(me: Any, case: Case) -> list[Any]:

@@ -38,13 +38,18 @@ def test_threads(crew: Crews, transport: str, how: str) -> None:
     crew.run("reset_cases:threads_reset", case_of(transport), how)
 
 
-@pytest.mark.parametrize(("transport", "how"), [("mapped", "each its own"), ("relayed:tcp", "of the communicator")])
-def test_lanes(transport: str, how: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("transport", ["mapped", "relayed:tcp"])
+def test_lanes(transport: str, tmp_path: Path) -> None:
     """A thread that is in a step while another resets ends it, and finds the new generation."""
     with Crew(3) as crew:
-        crew.start("reset_cases:lanes", case_of(transport), 2, how, str(tmp_path / "died"))
+        crew.start("reset_cases:lanes", case_of(transport), 2, str(tmp_path / "died"))
         crew.collect(60, [0, 1])
         assert crew.leave() == [0, 0, -signal.SIGKILL]
+
+
+@pytest.mark.parametrize("transport", CARRIERS)
+def test_between_calls_of_another_thread(crew: Crews, transport: str) -> None:
+    crew.run("reset_cases:between_calls", case_of(transport))
 
 
 @pytest.mark.parametrize("transport", CARRIERS)
