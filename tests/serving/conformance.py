@@ -1,6 +1,7 @@
 """One of two ranks that run vLLM's modular MoE kernel with the classes that GPUs use, on CPU tensors. Run by the engine's Python.
 
-`python conformance.py CASES BACKEND` with RANK and WORLD_SIZE; prints the largest error of each case beside the largest output.
+`python conformance.py CASES BACKEND` with RANK and WORLD_SIZE; prints the largest error of each case beside the largest output. With
+`theirs` behind it, it runs vLLM's own classes for that backend, over the package that is in DeepEP's place.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from vllm.model_executor.layers.fused_moe.topk_weight_and_reduce import TopKWeig
 from vllm.v1.worker.workspace import init_workspace_manager
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
-BACKEND = sys.argv[2]
+BACKEND, THEIRS = sys.argv[2], "theirs" in sys.argv
 BLOCK = 128
 
 
@@ -87,7 +88,30 @@ class TorchExperts(mk.FusedMoEExpertsModular):
         output.copy_(result)
 
 
-def case_of(case: dict[str, Any]) -> dict[str, float]:
+def quantised(x: torch.Tensor, scale: Any, quant_dtype: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """What a kernel of vLLM does before a dispatch: blocks with a scale each."""
+    if quant_dtype is None:
+        return x, None
+    blocks = x.float().view(x.shape[0], x.shape[1] // BLOCK, BLOCK)
+    scales = blocks.abs().amax(-1).clamp(min=1e-10) / 448
+    return (blocks / scales.unsqueeze(-1)).to(quant_dtype).view(x.shape), scales
+
+
+def their_manager() -> Any:
+    """Of vLLM's classes for DeepEP, which it imports on GPUs only."""
+    from vllm.distributed.device_communicators import all2all
+    from vllm.model_executor.layers.fused_moe import all2all_utils
+    from vllm.model_executor.layers.fused_moe.prepare_finalize import deepep_ht, deepep_ll
+
+    deepep_ht.moe_kernel_quantize_input = quantised
+    all2all_utils.DEEPEP_QUANT_BLOCK_SHAPE = deepep_ll.DEEPEP_QUANT_BLOCK_SHAPE
+    all2all_utils.DeepEPLLPrepareAndFinalize = deepep_ll.DeepEPLLPrepareAndFinalize
+    all2all_utils.DeepEPHTPrepareAndFinalize = deepep_ht.DeepEPHTPrepareAndFinalize
+    kind = all2all.DeepEPLLAll2AllManager if BACKEND == "deepep_low_latency" else all2all.DeepEPHTAll2AllManager
+    return kind(get_ep_group().cpu_group)
+
+
+def case_of(case: dict[str, Any], manager: Any) -> dict[str, float]:
     """A layer with that case's numbers, twice: the largest difference to one process, and the largest output."""
     experts, top_k, hidden, inner = case["experts"], case["top_k"], case["hidden"], 64
     generator = torch.Generator().manual_seed(case["seed"])
@@ -111,7 +135,9 @@ def case_of(case: dict[str, Any]) -> dict[str, float]:
     from vllm.model_executor.layers.fused_moe import all2all_utils
 
     tables = (torch.empty(0),) * 3 if case.get("round_robin") else None
-    prepare_finalize = all2all_utils.maybe_make_prepare_finalize(moe, quant, tables, allow_new_interface=True)
+    prepare_finalize = all2all_utils.maybe_make_prepare_finalize(
+        moe, quant, tables, allow_new_interface=True, all2all_manager=manager
+    )
     if case["format"] == "batched":
         fused: Any = fused_batched_moe.NaiveBatchedExperts(
             moe,
@@ -224,12 +250,17 @@ def main() -> None:
         from pplx_comm.serving.vllm import prepare_finalize as ours
 
         ours.LocalRows = ours.Tokens  # as on a GPU
+        manager = their_manager() if THEIRS else None
         results: list[Any] = []
         for case in json.loads(sys.argv[1]):
             os.environ["PPLX_COMM_VLLM_FORMAT"] = case.get("format", "standard")
-            results.append(two_in_flight(case) if case.get("in_flight") else case_of(case))
+            results.append(two_in_flight(case) if case.get("in_flight") else case_of(case, manager))
         print("RESULTS " + json.dumps(results), flush=True)
-        print("FAULTS " + json.dumps(faults()), flush=True)
+        if manager is None:
+            print("FAULTS " + json.dumps(faults()), flush=True)
+        else:
+            torch.distributed.barrier(get_ep_group().cpu_group)
+            manager.destroy()
 
 
 if __name__ == "__main__":

@@ -31,6 +31,11 @@ def free_port() -> int:
         return int(probe.getsockname()[1])
 
 
+def shadowed(*names: str) -> str:
+    """PYTHONPATH with packages of this library in the places of those."""
+    return os.pathsep.join([str(ROOT / "pplx_comm" / "compat" / "shadow" / name) for name in names] + [str(ROOT)])
+
+
 def environment(metadata: Path, cache: Path) -> dict[str, str]:
     """metadata: a folder with this package's entry points."""
     base = {name: value for name, value in os.environ.items() if not name.startswith(("PPLX_COMM_", "SGLANG_", "VLLM_", "PYTHON"))}

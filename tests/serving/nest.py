@@ -32,7 +32,8 @@ def become(request: dict[str, Any]) -> None:
     os.environ.clear()
     os.environ.update(request["env"])
     sys.argv = [request["script"], *request["arguments"]]
-    sys.path.insert(0, os.path.dirname(request["script"]))
+    first = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
+    sys.path[:0] = [os.path.dirname(request["script"]), *first]
 
 
 def ended(pid: int) -> int | None:

@@ -1,6 +1,7 @@
 """One of two ranks that run SGLang's MoE dispatchers over this library on CPU tensors. Run by the Python that has SGLang.
 
-`python sglang_ranks.py CASES` with RANK and WORLD_SIZE; prints the largest error of each case beside the largest output.
+`python sglang_ranks.py CASES [BACKEND]` with RANK and WORLD_SIZE; prints the largest error of each case beside the largest output. With
+another backend than ours, SGLang's own dispatchers run over the packages that are in the places of DeepEP and pplx_kernels.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ sglang_stubs.install()
 import torch  # noqa: E402
 
 RANK, WORLD = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+BACKEND = sys.argv[2] if len(sys.argv) > 2 else "pplx_comm"
 BLOCK, INNER = 128, 64
 
 
@@ -32,7 +34,7 @@ def start() -> None:
 
     parser = argparse.ArgumentParser()
     ServerArgs.add_cli_args(parser)
-    asked = ["--model-path", "dummy", "--tp-size", str(WORLD), "--ep-size", str(WORLD), "--moe-a2a-backend", "pplx_comm"]
+    asked = ["--model-path", "dummy", "--tp-size", str(WORLD), "--ep-size", str(WORLD), "--moe-a2a-backend", BACKEND]
     server_args = ServerArgs.from_cli_args(parser.parse_args([*asked, "--chunked-prefill-size", "64"]))
     server_args.resolve_once()
     publish(server_args, role="scheduler", ranks=SpawnRanks(world_rank=RANK))
@@ -43,6 +45,23 @@ def start() -> None:
     initialize_moe_config()
     init_distributed_environment(WORLD, RANK, "env://", RANK, "gloo")
     initialize_model_parallel("gloo")
+    if BACKEND != "pplx_comm":
+        without_gpu()
+
+
+def without_gpu() -> None:
+    """SGLang's dispatchers ask for a GPU's size and number, quantise by a kernel, and have a group of NCCL beside gloo's."""
+    import types
+
+    from sglang.srt.layers.moe.token_dispatcher import deepep, pplx
+
+    torch.cuda.get_device_properties = lambda device: types.SimpleNamespace(multi_processor_count=132)  # type: ignore[misc,assignment]
+    torch.cuda.current_device = lambda: 0
+    deepep.sglang_per_token_group_quant_fp8 = quantised
+    new_group, resolved = torch.distributed.new_group, pplx.get_parallel()
+    torch.distributed.new_group = lambda ranks, backend: new_group(ranks, backend="gloo")
+    # As with --enable-dp-attention: ranks have tokens of their own.
+    pplx.get_parallel = lambda: types.SimpleNamespace(attn_tp_size=1, attn_dp_size=WORLD, nnodes=resolved.nnodes)
 
 
 def dispatcher_of(case: dict[str, Any]) -> Any:
@@ -57,7 +76,8 @@ def dispatcher_of(case: dict[str, Any]) -> Any:
     from sglang.srt.runtime_context import get_exec, get_flags
 
     # As on the GPUs that have DeepGEMM: Hopper, and where scales are powers of two, Blackwell.
-    deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM = case["dtype"] != "bf16"
+    deep_gemm_wrapper.ENABLE_JIT_DEEPGEMM = with_deep_gemm(case)
+    deep_gemm_wrapper.DEEPGEMM_BLACKWELL = case["dtype"] == "fp8_ue8m0"
     deep_gemm_wrapper.DEEPGEMM_SCALE_UE8M0 = case["dtype"] == "fp8_ue8m0"
     get_flags().moe.deepep_mode = DeepEPMode(case.get("deepep_mode", "auto"))
     get_flags().moe.tbo_enabled = bool(case.get("two_batches"))
@@ -67,10 +87,28 @@ def dispatcher_of(case: dict[str, Any]) -> Any:
     )  # fmt: skip
     told, dtype = case.get("told", "by weights"), "bf16" if case["dtype"] == "bf16" else "fp8"
     with get_exec().moe.override(deepep_dispatcher_output_dtype=dtype) if told == "by argument" else contextlib.nullcontext():
-        made = layer.create_moe_dispatcher(config, quant_method=None)
+        if case.get("dispatcher") == "pplx":
+            made = pplx_dispatcher(config)
+        else:
+            made = layer.create_moe_dispatcher(config, quant_method=None)
     if told == "by weights":
         made.set_quant_config({"dispatcher_output_dtype": dtype})
     return made
+
+
+def with_deep_gemm(case: dict[str, Any]) -> bool:
+    """SGLang's own dispatcher has no other way for prefills."""
+    return case["dtype"] != "bf16" or BACKEND == "deepep"
+
+
+def pplx_dispatcher(config: Any) -> Any:
+    from sglang.srt.layers.moe.token_dispatcher.pplx import PplxDispatcher
+    from sglang.srt.layers.moe.utils import DeepEPMode
+
+    return PplxDispatcher(
+        torch.distributed.group.WORLD, config.top_k, num_experts=config.num_experts, num_local_experts=config.num_local_experts,
+        hidden_size=config.hidden_size, params_dtype=config.params_dtype, deepep_mode=DeepEPMode.LOW_LATENCY,
+    )  # fmt: skip
 
 
 # ---- the experts, and what one process makes of it --------------------------------------------------------------------------
@@ -100,6 +138,12 @@ def travelled(x: torch.Tensor, dtype: str) -> torch.Tensor:
         scale = torch.exp2(torch.ceil(torch.log2(scale)))
     codes = (blocks / scale).to(torch.float8_e4m3fn)
     return (codes.float() * scale).view(x.shape)
+
+
+def quantised(x: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    blocks = x.float().view(x.shape[0], x.shape[1] // BLOCK, BLOCK)
+    scale = blocks.abs().amax(-1).clamp(min=1e-10) / 448
+    return (blocks / scale.unsqueeze(-1)).to(torch.float8_e4m3fn).view(x.shape), scale
 
 
 def dequantised(x: torch.Tensor, scale: torch.Tensor | None) -> torch.Tensor:
@@ -158,7 +202,7 @@ def experts_of(case: dict[str, Any], output: Any) -> Any:
     assert DispatchOutputChecker.format_is_deepep_normal(output)
     x, ids = dequantised(output.hidden_states, output.hidden_states_scale), output.topk_ids
     assert ids.dtype == torch.int64 and (ids >= 0).any(1).all(), "a row that no local expert wants"
-    tile = 1 if case["dtype"] == "bf16" else 128
+    tile = 128 if with_deep_gemm(case) else 1
     meant = [-(-int((ids == local).sum()) // tile) * tile for local in range(len(mine))]
     assert output.num_recv_tokens_per_expert == meant, (output.num_recv_tokens_per_expert, meant)
     rows = torch.zeros(x.shape)

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from engines import HERE, SGLANG_PYTHON, Process, engines
+from engines import HERE, SGLANG_PYTHON, Process, engines, shadowed
 
 SEED = int(os.environ.get("PPLX_SEED", "1"))
 LAYER = {"seed": SEED, "experts": 8, "top_k": 3, "hidden": 512}
@@ -29,19 +29,26 @@ CASES: dict[str, dict[str, Any]] = {
     "refusals": {"kind": "refusals", "dtype": "bf16", "tokens": [[5, 9], [3, 0]], "extend": [False, True]},
     "packed": {"kind": "cast"},
 }
+# SGLang's own dispatchers, for DeepEP and pplx_kernels.
+THEIRS = {name: CASES[name] for name in ("bf16", "fp8", "two batches, low latency", "two batches, normal")} | {
+    "fp8 with packed scales": CASES["fp8 with packed scales"] | {"extend": [False] * 4},
+    "pplx": CASES["bf16"] | {"dispatcher": "pplx", "extend": [False] * 4},
+}
 COMPARED = [name for name in CASES if name not in ("unweighted", "refusals", "packed")]
 
 
 @pytest.fixture(scope="module")
 def processes(tmp_path_factory: pytest.TempPathFactory, metadata: Path) -> Iterator[list[Process]]:
-    """One that registers, and two ranks. Most of their time goes by in imports, so they start together."""
+    """One that registers, two ranks, and two of SGLang's own dispatchers. Most of their time is imports, so they start together."""
     print(f"PPLX_SEED={SEED}")
-    cases = [LAYER | case for case in CASES.values()]
+    ranks = str(HERE / "sglang_ranks.py")
+    cases, theirs = ([LAYER | case for case in each.values()] for each in (CASES, THEIRS))
     folder = tmp_path_factory.mktemp("sglang")
     with engines(folder, metadata, folder, SGLANG_PYTHON) as sglang:
         yield [
             sglang.start([str(HERE / "sglang_registering.py")]),
-            *sglang.job(2, [str(HERE / "sglang_ranks.py"), json.dumps(cases)]),
+            *sglang.job(2, [ranks, json.dumps(cases)]),
+            *sglang.job(2, [ranks, json.dumps(theirs), "deepep"], PYTHONPATH=shadowed("deep_ep", "pplx_kernels")),
         ]
 
 
@@ -54,7 +61,12 @@ def registered(processes: list[Process]) -> dict[str, Any]:
 @pytest.fixture(scope="module")
 def results(processes: list[Process]) -> list[dict[str, Any]]:
     """Each rank's results of all cases."""
-    return [dict(zip(CASES, rank.hears("RESULTS"), strict=True)) for rank in processes[1:]]
+    return [dict(zip(CASES, rank.hears("RESULTS"), strict=True)) for rank in processes[1:3]]
+
+
+@pytest.fixture(scope="module")
+def their_results(processes: list[Process]) -> list[dict[str, Any]]:
+    return [dict(zip(THEIRS, rank.hears("RESULTS"), strict=True)) for rank in processes[3:]]
 
 
 def test_nothing_happens_unless_it_is_asked_for(registered: dict[str, Any]) -> None:
@@ -97,6 +109,14 @@ def test_the_same_as_one_process(results: list[dict[str, Any]], case: str) -> No
     assert "formats" not in results[0][case] or results[0][case]["formats"] == [
         "deepep_normal" if extend else "deepep_ll" for extend in STEPS["extend"]
     ]
+
+
+@pytest.mark.parametrize("case", THEIRS)
+def test_their_own_dispatchers(their_results: list[dict[str, Any]], case: str) -> None:
+    """Unchanged, over the packages in the places of DeepEP and pplx_kernels."""
+    for rank in their_results:
+        assert rank[case]["largest"] > 0.5
+        assert rank[case]["worst"] < 0.03 * rank[case]["largest"], rank[case]
 
 
 def test_hooks_are_called(results: list[dict[str, Any]]) -> None:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from engines import HERE, TRAINING_PYTHON, engines
+from engines import HERE, TRAINING_PYTHON, engines, shadowed
 
 SEED = int(os.environ.get("PPLX_SEED", "1"))
 LAYER = {"seed": SEED, "hidden": 128, "inner": 64, "experts": 8, "top_k": 2, "tokens": 24, "steps": 3, "precision": "bf16"}
@@ -24,6 +24,8 @@ CASES: dict[str, dict[str, Any]] = {
     "megatron's names": {"library": "megatron_names"},
     "torchtitan, recomputed": {"library": "torchtitan", "reentrant": False},
     "megatron, recomputed": {"library": "megatron", "expert_tp": 1, "reentrant": True},
+    "megatron over deep_ep": {"library": "megatron_deepep", "expert_tp": 1},
+    "megatron over deep_ep, expert tp": {"library": "megatron_deepep", "expert_tp": 2},
 }
 
 
@@ -34,7 +36,7 @@ def results(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     folder = tmp_path_factory.mktemp("training")
     with engines(folder, folder, folder, TRAINING_PYTHON) as training:
         cases = json.dumps([LAYER | case for case in CASES.values()])
-        ranks = training.job(request.param, [str(HERE / "training_ranks.py"), cases])
+        ranks = training.job(request.param, [str(HERE / "training_ranks.py"), cases], PYTHONPATH=shadowed("deep_ep"))
         yield [dict(zip(CASES, rank.hears("RESULTS"), strict=True)) for rank in ranks]
 
 

@@ -142,7 +142,7 @@ def megatron_layers(case: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
             moe_ffn_hidden_size=case["inner"], num_moe_experts=case["experts"], moe_router_topk=case["top_k"],
             expert_model_parallel_size=ep.size(), expert_tensor_parallel_size=expt_tp.size(), add_bias_linear=False,
             gated_linear_unit=True, activation_func=torch.nn.functional.silu, use_cpu_initialization=True,
-            moe_token_dispatcher_type="allgather", moe_router_dtype="fp32", moe_router_load_balancing_type="none",
+            moe_token_dispatcher_type=case.get("dispatcher", "allgather") if tp_ep.size() > 1 else "allgather", moe_router_dtype="fp32", moe_router_load_balancing_type="none",
             bias_activation_fusion=False, gradient_accumulation_fusion=False, **named,
         )  # fmt: skip
         groups = ProcessGroupCollection(
@@ -204,6 +204,20 @@ def megatron_layer(case: dict[str, Any]) -> dict[str, float]:
     layer, alone, split, _ = megatron_layers(case)
     assert megatron.use(layer, max_tokens_per_rank=case["tokens"], precision=case["precision"]) == 1
     return trained(layer, alone, case, [(layer.router.weight, alone.router.weight)], split)
+
+
+def megatron_deepep_layer(case: dict[str, Any]) -> dict[str, float]:
+    """With its own dispatcher for DeepEP, unchanged, over the package in DeepEP's place."""
+    from megatron.core.transformer.moe import fused_a2a
+    from megatron.core.transformer.moe.token_dispatcher import MoEFlexTokenDispatcher
+
+    layer, alone, split, _ = megatron_layers(case | {"dispatcher": "flex"})
+    assert isinstance(layer.token_dispatcher, MoEFlexTokenDispatcher)
+    found = trained(layer, alone, case, [(layer.router.weight, alone.router.weight)], split)
+    dist.barrier()
+    fused_a2a._buffer.destroy()
+    fused_a2a._buffer = None
+    return found
 
 
 def megatron_names_layer(case: dict[str, Any]) -> dict[str, float]:
