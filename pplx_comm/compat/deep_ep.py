@@ -27,6 +27,7 @@ LEAST_TOKENS = 4096
 """Normal mode has room for this number of a rank's tokens, where no rank comes with more at first use."""
 PACKED = 4 * Wire.FP8.scale_block
 """Elements whose four scales are the bytes of one int32."""
+WIRES = (Wire.NATIVE, Wire.FP8, Wire.FP8_UE8M0)
 MOST_CHOICES = 16
 LATE = "leave it out; pplx_comm.StepTimeout names a late rank"
 
@@ -86,50 +87,53 @@ class Config:
         return 0
 
 
-class Handle(Sequence[Any]):
+class Handle(Routes, Sequence[Any]):
     """The routing of a dispatch, for combine and cached dispatches. Elements that DeepEP documents are made when they are read. Its
     internals are None."""
 
     rows: int | None = None
     """Normal mode: rows of recv_x."""
 
-    def __init__(self, routes: Routes, elements: tuple[Any, ...]) -> None:
-        """elements: values, and functions of the handle that make them. Those hold no handle: it would live until a collection."""
-        self.routes, self._elements = routes, elements
+    def elements(self) -> tuple[Any, ...]:
+        """Values, and methods that make them."""
+        raise NotImplementedError
 
     def dispatched(self) -> Dispatched:
         """Raises an Error once the step is closed."""
-        if self.routes.step is None:
+        if self.step is None:
             raise Error("nothing was dispatched")
-        return self.routes.step.rows()
+        return self.step.rows()
 
     def lane(self, x: torch.Tensor) -> Lane | None:
         """The AllToAll of its last step, if rows like those of x can go back there."""
-        lane = None if self.routes.step is None else self.routes.step.lane
+        lane = None if self.step is None else self.step.lane
         return lane if lane is not None and not lane.closed and lane.a2a.dtype == x.dtype else None
 
+    def sources(self) -> torch.Tensor:
+        return self.dispatched().src_token[: self.rows]
+
     def __len__(self) -> int:
-        return len(self._elements)
+        return len(self.elements())
 
     def __getitem__(self, index: Any) -> Any:
-        element = self._elements[index]
-        return element(self) if callable(element) else element
+        element = self.elements()[index]
+        return element() if callable(element) else element
 
     def __iter__(self) -> Iterator[Any]:
         return (self[index] for index in range(len(self)))
 
 
-def _sources(handle: Handle) -> torch.Tensor:
-    return handle.dispatched().src_token[: handle.rows]
-
-
 class LowLatencyHandle(Handle):
-    def __init__(self, routes: Routes, world_size: int, shape: tuple[int, int, int]) -> None:
+    given: torch.Tensor | None = None
+    """See get_next_low_latency_combine_buffer."""
+
+    def __init__(self, ids: torch.Tensor, world_size: int, shape: tuple[int, int, int]) -> None:
         """shape: M, hidden, experts."""
-        super().__init__(routes, (_sources, LowLatencyHandle._layout_range, *shape))
+        super().__init__(ids)
         self.ranks, self.shape = world_size, shape
-        self.given: torch.Tensor | None = None
-        """See get_next_low_latency_combine_buffer."""
+
+    def elements(self) -> tuple[Any, ...]:
+        return (self.sources, self._layout_range, *self.shape)
 
     def _layout_range(self) -> torch.Tensor:
         """int64 [local experts, ranks]: where the rows of each rank begin; the low 32 bits are their number."""
@@ -143,13 +147,16 @@ class LowLatencyHandle(Handle):
 
 
 class NormalHandle(Handle):
-    def __init__(self, routes: Routes, experts: int, wanted: torch.Tensor, where: tuple[int, int, int]) -> None:
+    def __init__(self, ids: torch.Tensor, experts: int, wanted: torch.Tensor, where: tuple[int, int, int]) -> None:
         """experts: of the AllToAll: with top-k the layer's, else one for each rank. where: this rank, ranks and nodes."""
-        self.rank, self.ranks, nodes = where
-        within = NormalHandle._matrix, None, None, _sources, wanted, None
-        across = wanted, None, None, None, None, None, NormalHandle._prefix_sums, None, None, None
-        super().__init__(routes, within if nodes == 1 else across)
-        self.experts = experts
+        super().__init__(ids)
+        self.experts, self.wanted = experts, wanted
+        self.rank, self.ranks, self.nodes = where
+
+    def elements(self) -> tuple[Any, ...]:
+        if self.nodes == 1:
+            return self._matrix, None, None, self.sources, self.wanted, None
+        return self.wanted, None, None, None, None, None, self._prefix_sums, None, None, None
 
     def _prefix_sums(self) -> torch.Tensor:
         """Returns the ends of the rows of each source."""
@@ -314,12 +321,11 @@ class Buffer:
             raise Error(f"low_latency_dispatch: use_ue8m0=True needs a hidden size that is a multiple of {PACKED}")
         _one_of_both("low_latency_dispatch", async_finish, return_recv_hook)
         shape = num_max_dispatch_tokens_per_rank, x.shape[1], num_experts
-        wire = (Wire.FP8_UE8M0 if round_scale else Wire.FP8) if use_fp8 else Wire.NATIVE
-        lane = self._low_latency(shape, topk_idx.shape[1], x.dtype, wire, x.device)
-        routes = Routes(topk_idx)
+        lane = self._low_latency(shape, topk_idx.shape[1], x, 1 + round_scale if use_fp8 else 0)
+        handle = LowLatencyHandle(topk_idx, self.group_size, shape)
 
         def call() -> tuple[Any, ...]:
-            step = routes.dispatch(lane, x, send_only=return_recv_hook)
+            step = handle.dispatch(lane, x, send_only=return_recv_hook)
             d = step.rows()
             scale = d.scale
             if use_ue8m0:
@@ -341,7 +347,6 @@ class Buffer:
             return d.x, scale, d.counts, step
 
         (rows, scale, counts, step), event = self._run(call, None, async_finish, x, topk_idx, cumulative_local_expert_recv_stats)
-        handle = LowLatencyHandle(routes, self.group_size, shape)
         received = (rows, scale) if use_fp8 else rows
         return received, counts, handle, event, step.receive if return_recv_hook else None
 
@@ -372,14 +377,14 @@ class Buffer:
             if handle.given is None:
                 raise Error("low_latency_combine: zero_copy=True needs rows in get_next_low_latency_combine_buffer(handle)")
             x, handle.given = handle.given, None
-        ids = handle.routes.ids
-        lane = handle.lane(x) or self._low_latency(handle.shape, ids.shape[1], x.dtype, Wire.NATIVE, x.device)
+        ids = handle.ids
+        lane = handle.lane(x) or self._low_latency(handle.shape, ids.shape[1], x, 0)
         if topk_idx is not ids and topk_idx.data_ptr() != ids.data_ptr():
             topk_weights = topk_weights.masked_fill(topk_idx < 0, 0.0)  # choices that were dropped since the dispatch
         y = torch.empty((len(ids), lane.a2a.hidden), dtype=x.dtype, device=x.device) if out is None else out
 
         def call() -> tuple[Any, ...]:
-            step = handle.routes.open_step(lane)
+            step = handle.open_step(lane)
             d = step.rows()
             step.combine(x, send_only=return_recv_hook, weights=topk_weights, out=y)
             return y, step, d.x
@@ -391,22 +396,23 @@ class Buffer:
         """Memory for the rows of the next combine on this handle, with zero_copy=True."""
         most, hidden, experts = handle.shape
         shape = experts // self.group_size, self.group_size * most, hidden
-        handle.given = torch.empty(shape, dtype=torch.bfloat16, device=handle.routes.ids.device)
+        handle.given = torch.empty(shape, dtype=torch.bfloat16, device=handle.ids.device)
         return handle.given
 
-    def _low_latency(self, shape: tuple[int, int, int], top_k: int, dtype: torch.dtype, wire: Wire, device: torch.device) -> Lane:
-        def arguments() -> dict[str, Any]:
-            most, hidden, experts = shape
-            if experts % self.group_size:
-                raise Error(f"low_latency_dispatch: num_experts={experts} must be a multiple of the {self.group_size} ranks")
-            return {
-                "num_experts": experts, "top_k": top_k, "hidden": hidden, "max_tokens_per_rank": most, "dtype": dtype, "wire": wire,
-                "layout": Padded(self.group_size * most), "scale_layout": "tma", "device": device,
-                # CPU results are there before the receive half only with hooks.
-                "hooks": device.type == "cpu",
-            }  # fmt: skip
+    def _low_latency(self, shape: tuple[int, int, int], top_k: int, x: torch.Tensor, wire: int) -> Lane:
+        """wire: a number of WIRES."""
+        return self._pool.lane((shape, top_k, x.dtype, wire, x.device), self._low_latency_arguments)
 
-        return self._pool.lane((shape, top_k, dtype, wire), arguments)
+    def _low_latency_arguments(self, key: tuple[tuple[int, int, int], int, torch.dtype, int, torch.device]) -> dict[str, Any]:
+        (most, hidden, experts), top_k, dtype, wire, device = key
+        if experts % self.group_size:
+            raise Error(f"low_latency_dispatch: num_experts={experts} must be a multiple of the {self.group_size} ranks")
+        return {
+            "num_experts": experts, "top_k": top_k, "hidden": hidden, "max_tokens_per_rank": most, "dtype": dtype,
+            "wire": WIRES[wire], "layout": Padded(self.group_size * most), "scale_layout": "tma", "device": device,
+            # CPU results are there before the receive half only with hooks.
+            "hooks": device.type == "cpu",
+        }  # fmt: skip
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         if mask:
@@ -485,11 +491,11 @@ class Buffer:
             counts = self._sum_counts(num_tokens_per_expert)
             topk_idx, experts = _as_choices(is_token_in_rank), self.group_size
         where = self.rank, self.group_size, self._nodes
-        made = handle = NormalHandle(Routes(topk_idx), experts, is_token_in_rank, where)
+        made = handle = NormalHandle(topk_idx, experts, is_token_in_rank, where)
         lane = self._normal(handle, rows, scale, num_worst_tokens, config)
 
         def call() -> tuple[Any, ...]:
-            d = made.routes.dispatch(lane, rows, topk_weights, scale).rows()
+            d = made.dispatch(lane, rows, topk_weights, scale).rows()
             assert d.num_rows is not None
             assert d.topk_ids is not None
             ids = d.topk_ids.to(topk_idx_t)
@@ -517,10 +523,10 @@ class Buffer:
         lane = self._normal(handle, rows, scale, 0, config)
 
         def call() -> tuple[Any, ...]:
-            d = handle.routes.dispatch(lane, rows, None, scale).rows()
+            d = handle.dispatch(lane, rows, None, scale).rows()
             return _first(d.x, handle.rows), _first(d.scale, handle.rows)
 
-        made, event = self._run(call, previous, asynchronous, rows, scale, handle.routes.ids)
+        made, event = self._run(call, previous, asynchronous, rows, scale, handle.ids)
         return made[0] if scale is None else made, None, None, None, None, event
 
     def combine(
@@ -542,7 +548,7 @@ class Buffer:
             onto = None
             if biases:
                 onto = biases[0].clone() if len(biases) == 1 else (biases[0].float() + biases[1].float()).to(x.dtype)
-            step = handle.routes.open_step(lane)
+            step = handle.open_step(lane)
             d = step.rows()
             y = step.combine(x, weighted=False, out=onto, accumulate=onto is not None)
             sums = None
@@ -551,7 +557,7 @@ class Buffer:
                 assert topk_weights is not None
                 wide, choices = numbers.a2a.hidden, topk_weights.shape[1]
                 given = torch.nn.functional.pad(topk_weights, (0, wide - choices))
-                sums = Routes(handle.routes.ids).open_step(numbers).combine(given, weighted=False)[:, :choices].contiguous()
+                sums = Routes(handle.ids).open_step(numbers).combine(given, weighted=False)[:, :choices].contiguous()
             return y, sums, d.x
 
         (y, sums, _), event = self._run(call, previous_event, async_finish, x, topk_weights, *biases, _rows_of(handle))
@@ -560,10 +566,10 @@ class Buffer:
     internode_dispatch, internode_combine = dispatch, combine
 
     def _normal(self, handle: NormalHandle, x: torch.Tensor, scale: torch.Tensor | None, worst: int, config: Config | None) -> Lane:
-        tokens, hidden, experts, top_k = len(handle.routes.ids), x.shape[1], handle.experts, handle.routes.ids.shape[1]
+        tokens, hidden, experts, top_k = len(handle.ids), x.shape[1], handle.experts, handle.ids.shape[1]
         dtype, wire = (x.dtype, Wire.NATIVE) if scale is None else (torch.bfloat16, Wire.FP8)
 
-        def arguments() -> dict[str, Any]:
+        def arguments(_: Any) -> dict[str, Any]:
             most = self._room(max(tokens, -(-worst // self.group_size)))
             given = (self.num_nvl_bytes + self.num_rdma_bytes) // IN_FLIGHT
             arguments: dict[str, Any] = {
@@ -611,7 +617,7 @@ def _one_of_both(call: str, async_finish: bool, return_recv_hook: bool) -> None:
 
 def _rows_of(handle: Handle) -> torch.Tensor | None:
     """The rows of its open step, whose memory a combine reads."""
-    step = handle.routes.step
+    step = handle.step
     return None if step is None or step.d is None else step.d.x
 
 

@@ -26,7 +26,8 @@ class Halves:
         self._pool.close()
 
     def _lane(self, dtype: torch.dtype, wire: Wire, device: torch.device) -> Lane:
-        return self._pool.lane((dtype, wire), lambda: {**self._arguments, "dtype": dtype, "wire": wire, "device": device})
+        arguments = {**self._arguments, "dtype": dtype, "wire": wire, "device": device}
+        return self._pool.lane((dtype, wire), lambda _: arguments)
 
     def dispatch_into(
         self, counts: torch.Tensor, out: torch.Tensor, out_scale: torch.Tensor | None, x: torch.Tensor,

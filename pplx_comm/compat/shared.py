@@ -6,7 +6,7 @@ import functools
 import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -21,6 +21,7 @@ log = logging.getLogger("pplx_comm")
 
 IN_FLIGHT = 2
 """Steps of an AllToAll that may be open: DeepEP holds two low latency results."""
+_Key = TypeVar("_Key", bound=Hashable)
 MOST_LANES = 8
 """AllToAlls that a Communicator has at once."""
 
@@ -41,13 +42,17 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class Step:
-    """A dispatch, until its combine is received."""
+    """A dispatch, until its combine is received.
+
+    then: runs once, behind the receive half.
+    """
+
+    __slots__ = ("_combining", "d", "lane", "then")
 
     def __init__(self, lane: Lane, d: Dispatched) -> None:
         self.lane = lane
         self.d: Dispatched | None = d
         self.then: Callable[[], None] | None = None
-        """Runs once, behind the receive half."""
         self._combining: Combining | None = None
 
     @property
@@ -147,11 +152,11 @@ class Pool:
         self.comm = communicator(self.settings.node_size)
         self._lanes: OrderedDict[Hashable, Lane] = OrderedDict()
 
-    def lane(self, key: Hashable, arguments: Callable[[], dict[str, Any]]) -> Lane:
-        """The AllToAll of that key, made at first use with those arguments: collective."""
+    def lane(self, key: _Key, arguments: Callable[[_Key], dict[str, Any]]) -> Lane:
+        """The AllToAll of that key, made at first use with its arguments: collective."""
         lane = self._lanes.get(key)
         if lane is None:
-            lane = self._lanes[key] = self._open(arguments())
+            lane = self._lanes[key] = self._open(arguments(key))
         self._lanes.move_to_end(key)
         return lane
 
