@@ -15,7 +15,7 @@ inline std::uint64_t load_acquire(const void* word) {
   return __atomic_load_n(static_cast<const std::uint64_t*>(word), __ATOMIC_ACQUIRE);
 }
 inline void store_release(void* word, std::uint64_t value) {
-  emulation::maybe_yield();
+  emulation::come_to_change();
   __atomic_store_n(static_cast<std::uint64_t*>(word), value, __ATOMIC_RELEASE);
 }
 struct Atomics {
@@ -26,28 +26,28 @@ inline std::uint64_t load_relaxed(const void* word) { return load_acquire(word);
 inline void store_relaxed(void* word, std::uint64_t value) { store_release(word, value); }
 inline void store_release_here(void* word, std::uint64_t value) { store_release(word, value); }
 inline std::uint32_t count_in_order(std::uint32_t* count, std::uint32_t more) {
-  emulation::maybe_yield();
+  emulation::come_to_change();
   return __atomic_fetch_add(count, more, __ATOMIC_ACQ_REL);
 }
 inline std::uint32_t or_in_order(std::uint32_t* word, std::uint32_t bits) {
-  emulation::maybe_yield();
+  emulation::come_to_change();
   return __atomic_fetch_or(word, bits, __ATOMIC_ACQ_REL);
 }
 inline std::uint32_t swap_in_order(std::uint32_t* word, std::uint32_t expected, std::uint32_t value) {
-  emulation::maybe_yield();
+  emulation::come_to_change();
   __atomic_compare_exchange_n(word, &expected, value, false, __ATOMIC_ACQ_REL, __ATOMIC_ACQUIRE);
   return expected;
 }
 inline void add_relaxed(unsigned long long* word, unsigned long long more) {
-  emulation::maybe_yield();
+  emulation::come_to_change();
   __atomic_fetch_add(word, more, __ATOMIC_RELAXED);
 }
 inline void add_relaxed(std::uint32_t* count, std::uint32_t more) {
-  emulation::maybe_yield();
+  emulation::come_to_change();
   __atomic_fetch_add(count, more, __ATOMIC_RELAXED);
 }
 inline void add_in_order(std::uint32_t* count, std::uint32_t more) {
-  emulation::maybe_yield();
+  emulation::come_to_change();
   __atomic_fetch_add(count, more, __ATOMIC_ACQ_REL);
 }
 inline std::uint32_t load_acquire_here(const std::uint32_t* word) {
@@ -55,7 +55,7 @@ inline std::uint32_t load_acquire_here(const std::uint32_t* word) {
   return __atomic_load_n(word, __ATOMIC_ACQUIRE);
 }
 inline void subtract_in_order(unsigned long long* word, unsigned long long less) {
-  emulation::maybe_yield();
+  emulation::come_to_change();
   __atomic_fetch_sub(word, less, __ATOMIC_ACQ_REL);
 }
 
@@ -66,7 +66,7 @@ inline std::uint64_t nanoseconds() {
 }
 
 inline void store_vec16(char* to, const uint4& v) {
-  emulation::maybe_yield();
+  emulation::come_to_change();
   __int128 piece;
   std::memcpy(&piece, &v, sizeof piece);
   __atomic_store_n(reinterpret_cast<__int128*>(to), piece, __ATOMIC_RELEASE);
@@ -104,7 +104,7 @@ T* known_global(T* at) {
 
 inline void mbarrier_init(std::uint64_t* turns, std::uint32_t arrivals) { emulation::mbarrier_init(turns, arrivals); }
 inline void mbarrier_arrive(std::uint64_t* turns) {
-  emulation::maybe_yield();
+  emulation::come_to_change();
   emulation::mbarrier_arrive(turns, 0);
 }
 inline void mbarrier_expect(std::uint64_t* turns, std::uint32_t bytes) { emulation::mbarrier_arrive(turns, bytes); }

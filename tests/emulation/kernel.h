@@ -66,6 +66,7 @@ struct Block {
   std::map<std::type_index, std::vector<char>> shared;
   std::vector<char> launched_shared;
   unsigned ended = 0;                // threads
+  unsigned idle = 0;                 // turns in which its threads changed nothing
 };
 struct Index { unsigned x; };
 struct Thread {
@@ -86,6 +87,7 @@ inline Thread& here() { return *current; }
 void yield();                        // until memory may have changed
 void yield_to_turns(const std::uint64_t* turns, unsigned parity);   // the same, or until they are over
 void maybe_yield();                  // called where other threads may come in between
+void come_to_change();               // the same, by a thread that does not wait: it is about to change memory
 void warp_sync();
 void barrier_arrive(unsigned barrier, unsigned threads, bool good = true);
 bool barrier_sync(unsigned barrier, unsigned threads, bool good = true);   // true if all were good
@@ -219,7 +221,7 @@ T __ldcg(const T* from) {
 }
 template <typename T, typename V>
 T atomicAdd(T* at, V value) {
-  emulation::maybe_yield();
+  emulation::come_to_change();
   return __atomic_fetch_add(at, static_cast<T>(value), __ATOMIC_SEQ_CST);
 }
 template <typename T, typename V>
@@ -228,7 +230,7 @@ T atomicOr(T* at, V value) {
 }
 template <typename T>
 T atomicExch(T* at, T value) {
-  emulation::maybe_yield();
+  emulation::come_to_change();
   return __atomic_exchange_n(at, value, __ATOMIC_SEQ_CST);
 }
 template <typename T>

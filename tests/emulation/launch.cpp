@@ -2,7 +2,9 @@
 #include <sys/mman.h>
 
 #include <algorithm>
+#include <chrono>
 #include <cstdlib>
+#include <thread>
 
 #include "emulation/streams.h"
 
@@ -44,6 +46,9 @@ constexpr unsigned kRegisters = 6;     // that are pushed above
 constexpr unsigned kMostBursts = 16;   // times that lanes of a warp go on before other warps do
 constexpr unsigned kMostRests = 2;     // turns that a thread which polls lets pass
 constexpr unsigned kMostTurnRests = 64;
+constexpr unsigned kPatience = 4;      // idle turns of a block before it lets others go first
+constexpr unsigned kMostPasses = 4;    // that it lets pass
+constexpr std::chrono::microseconds kNap{50};   // where all blocks wait for other ranks
 
 thread_local void* scheduler = nullptr;
 thread_local const std::function<void()>* kernel_of_launch = nullptr;
@@ -108,6 +113,7 @@ void run_thread() {
   for (const Copy& c : copies)
     if (c.thread == current) std::abort();   // its shared memory may be gone before this was read
   current->warp().runs &= ~(1u << current->lane());
+  current->block->idle = 0;
   ++current->block->ended;
   leave();
 }
@@ -196,18 +202,24 @@ void run(unsigned grid, unsigned threads, std::size_t shared, const std::functio
   const unsigned room = room_for_blocks(grid);
   std::vector<unsigned> waiting(grid), running;
   for (unsigned b = 0; b < grid; ++b) std::swap(waiting[b] = b, waiting[next_random() % (b + 1)]);
-  for (;;) {
+  for (bool all_wait = false;;) {
     for (; running.size() < room && !waiting.empty(); waiting.pop_back()) running.push_back(waiting.back());
     if (running.empty()) break;
     const std::size_t first = next_random() % running.size();
     for (std::size_t i = 0; i < running.size(); ++i) {
       const unsigned b = running[(first + i) % running.size()];
+      if (!all_wait && blocks[b].idle > kPatience && next_random() % kMostPasses != 0) continue;
+      ++blocks[b].idle;
       if (!run_block(blocks[b], &all[std::size_t{b} * threads])) std::abort();
       for (std::size_t n = next_random() % (copies.size() + 2); n > 0; --n) advance_copies();
     }
     const auto is_done = [&](unsigned b) { return blocks[b].ended == threads; };
     running.erase(std::remove_if(running.begin(), running.end(), is_done), running.end());
-    sched_yield();   // to other ranks
+    all_wait = copies.empty() && !running.empty() && std::all_of(running.begin(), running.end(), [&](unsigned b) { return blocks[b].idle > kPatience; });
+    if (all_wait)
+      std::this_thread::sleep_for(kNap);   // other ranks have the core
+    else
+      sched_yield();
   }
   current = nullptr;
 }
@@ -241,6 +253,11 @@ void maybe_yield() {
   if (next_random() % 8 != 0) return;
   current->warp().again |= 1u << current->lane();
   leave();
+}
+
+void come_to_change() {
+  current->block->idle = 0;
+  maybe_yield();
 }
 
 void warp_sync() {
@@ -280,7 +297,7 @@ void copy(Copy c) {
   // Some take far longer than the others.
   if (next_random() % 16 == 0) c.rests = next_random() % 256;
   copies.push_back(std::move(c));
-  maybe_yield();
+  come_to_change();
 }
 
 void await_groups(unsigned but, bool stored) {
