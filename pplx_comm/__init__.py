@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from pplx_comm import log
 from pplx_comm._version import __version__
 
 if TYPE_CHECKING:
     from pplx_comm.all_to_all import AllToAll
     from pplx_comm.communicator import Communicator
+    from pplx_comm.control.failure import Failure
     from pplx_comm.errors import Error, PeerError, StepTimeout
     from pplx_comm.handles import Combining, Dispatched, Plan
     from pplx_comm.hooks import HOOK_ROWS, RAISED, ExpertGroup
@@ -26,6 +28,7 @@ __all__ = [
     "Dispatched",
     "Error",
     "ExpertGroup",
+    "Failure",
     "Padded",
     "PeerError",
     "Plan",
@@ -37,10 +40,13 @@ __all__ = [
 
 _HOMES = {
     "AllToAll": "all_to_all", "Communicator": "communicator", "Error": "errors", "PeerError": "errors", "StepTimeout": "errors",
-    "ExpertGroup": "hooks", "HOOK_ROWS": "hooks", "RAISED": "hooks",
+    "Failure": "control.failure", "ExpertGroup": "hooks", "HOOK_ROWS": "hooks", "RAISED": "hooks",
     "Combining": "handles", "Dispatched": "handles", "Plan": "handles", "Compact": "layouts", "Padded": "layouts",
     "Ragged": "layouts", "Wire": "wire",
 }  # fmt: skip
+
+
+log.start()
 
 
 def __getattr__(name: str) -> Any:

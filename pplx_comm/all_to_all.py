@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -21,13 +20,12 @@ from pplx_comm.device.steps import Steps
 from pplx_comm.errors import PeerError
 from pplx_comm.handles import Combining, Dispatched, Plan
 from pplx_comm.layouts import Compact, Padded, Ragged
+from pplx_comm.log import log
 from pplx_comm.torch_ops.graph import Graph, GraphDispatched, GraphPlan
 from pplx_comm.wire import Wire
 from pplx_comm.wiring.compare import raised_by_all
 from pplx_comm.wiring.config import Arguments, integer, make_config
 from pplx_comm.wiring.wire_up import wire_up
-
-log = logging.getLogger("pplx_comm")
 
 
 class AllToAll:
@@ -303,7 +301,7 @@ class AllToAll:
         return self._comm.recovery.reset(timeout, self._steps)
 
     def stats(self) -> dict[str, Any]:
-        """Counters since construction.
+        """Counters since construction; after close() as they were then.
 
         steps, open_steps: those taken, and those whose memory is held.
         proxy: the proxy's counters, and the bytes of each of its NICs; only where there is one.

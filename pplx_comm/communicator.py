@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
@@ -16,6 +16,7 @@ from pplx_comm.control.plane import ControlPlane
 from pplx_comm.control.recovery import Recovery
 from pplx_comm.control.rendezvous import Alone, Bootstrap, Gathered, meet
 from pplx_comm.errors import Error
+from pplx_comm.log import log, name_rank
 from pplx_comm.settings import whole_environment
 
 _starting = threading.Lock()
@@ -46,6 +47,9 @@ class Communicator:
         self.node_rank = node_of[self.rank]
         self.node_size = node_of.count(self.node_rank)
         self.local_rank = node_of[: self.rank].count(self.node_rank)
+        name_rank(self.rank)
+        log.info("rank %d of %d: node %d, with %d ranks", self.rank, self.world_size, self.node_rank, self.node_size)
+        self.control.on_failure(self._note)
 
     @classmethod
     def from_mpi(cls, comm: Any = None, *, node_size: int | None = None, timeout: float = DEFAULT_TIMEOUT) -> Communicator:
@@ -140,6 +144,18 @@ class Communicator:
         To take a rank back, all ranks make a new Communicator and new AllToAlls on it: see `from_env`.
         """
         return self.recovery.reset(timeout)
+
+    def on_failure(self, callback: Callable[[Failure], None]) -> Callable[[], None]:
+        """Calls back once for the first failure of each generation, at once if there is one, and once for each rank that closes in
+        good order (kind "closed"). Returns what ends it.
+
+        callback: runs in a thread of the library or in that of a call that fails, holds no lock, and may call anything. A bound
+            method is held weakly.
+        """
+        return self.control.on_failure(callback)
+
+    def _note(self, failure: Failure) -> None:
+        log.info("%s", failure.message)
 
     @property
     def failure(self) -> Failure | None:

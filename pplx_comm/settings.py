@@ -1,8 +1,8 @@
 """Every environment variable of this library: its type, default and meaning, and the one function that reads it.
 
-`read(Start)` is called when a Communicator starts, `read(Settings)` when an AllToAll is made, `read(Serving)` and `read(Sglang)`
-when vLLM or SGLang asks for its plug-in, `read(Compat)` when a shadow package makes a Communicator; a variable that changes later
-changes nothing that stands. `foreign()` reads the variables of other programs. What the launcher says (RANK, OMPI_COMM_WORLD_RANK,
+`read(Log)` is called when the package is imported, `read(Start)` when a Communicator starts, `read(Settings)` when an AllToAll is
+made, `read(Serving)` and `read(Sglang)` when vLLM or SGLang asks for its plug-in, `read(Compat)` when a shadow package makes a
+Communicator; a variable that changes later changes nothing that stands. `foreign()` reads the variables of other programs. What the launcher says (RANK, OMPI_COMM_WORLD_RANK,
 SLURM_PROCID, ...) is read in control/launch.py, from `whole_environment()`.
 
 `make docs` writes the table of docs/tuning.md from this file.
@@ -121,6 +121,24 @@ def _flag(text: str) -> bool:
 
 def _c_integer(text: str) -> int:
     return int(text, 0)
+
+
+def _level_and_file(text: str) -> tuple[str, str]:
+    level, colon, path = text.partition(":")
+    if level not in ("debug", "info", "warning") or bool(colon) != bool(path):
+        raise ValueError
+    return level, path
+
+
+@dataclass(frozen=True)
+class Log:
+    """What an import of the package starts."""
+
+    log: tuple[str, str] | None = _variable(
+        "PPLX_COMM_LOG", _level_and_file, "debug, info or warning, or one of them and :FILE",
+        "Logs from that level on to stderr, or with `:FILE` to a file, where `%p` is the process and `%h` the host: each line with "
+        "time and rank, from every process that imports the library", default="as Python's logging is set up",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -350,7 +368,7 @@ def unknown() -> list[str]:
 
 
 def variables() -> list[Variable]:
-    return [variable for kind in (Start, Settings, Serving, Sglang, Compat) for _, variable in _variables(kind)]
+    return [variable for kind in (Log, Start, Settings, Serving, Sglang, Compat) for _, variable in _variables(kind)]
 
 
 def _variables(kind: type[Any]) -> Iterator[tuple[Field[Any], Variable]]:

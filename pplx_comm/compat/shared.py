@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import logging
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
@@ -15,9 +14,8 @@ from pplx_comm.all_to_all import AllToAll
 from pplx_comm.communicator import Communicator
 from pplx_comm.errors import Error
 from pplx_comm.handles import Combining, Dispatched
+from pplx_comm.log import log
 from pplx_comm.settings import Compat, read
-
-log = logging.getLogger("pplx_comm")
 
 IN_FLIGHT = 2
 """Steps of an AllToAll that may be open: DeepEP holds two low latency results."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import threading
 import weakref
 from collections.abc import Callable, Iterable
@@ -10,8 +9,7 @@ from dataclasses import dataclass
 from typing import Generic, TypeVar
 
 from pplx_comm.control.failure import Failure
-
-log = logging.getLogger("pplx_comm")
+from pplx_comm.log import log
 
 Callback = Callable[[Failure], None]
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import logging
 import os
 import resource
 import selectors
@@ -17,8 +16,7 @@ from pplx_comm.control.deadlines import HANDSHAKE_SECONDS
 from pplx_comm.control.frames import FrameError, Kind, json_frame
 from pplx_comm.control.handshake import Identity, Rejected, ServerSide
 from pplx_comm.control.sockets import close_all, watch_for_loss, wrong_user
-
-log = logging.getLogger("pplx_comm")
+from pplx_comm.log import log
 
 MOST_GUESTS = 256
 

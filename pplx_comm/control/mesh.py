@@ -5,7 +5,6 @@ State lives under one condition. One thread, the control thread, reads all conne
 
 from __future__ import annotations
 
-import logging
 import os
 import socket
 import threading
@@ -26,8 +25,7 @@ from pplx_comm.control.loop import READ, WRITE, Loop
 from pplx_comm.control.sockets import remaining
 from pplx_comm.control.survivors import Survivors
 from pplx_comm.errors import Error, StepTimeout
-
-log = logging.getLogger("pplx_comm")
+from pplx_comm.log import log
 
 
 class Mesh:

@@ -15,6 +15,7 @@ from pplx_comm.control.deadlines import CONSTRUCTOR_SECONDS, checked_timeout
 from pplx_comm.control.failure import Failure
 from pplx_comm.control.plane import ControlPlane
 from pplx_comm.errors import Error, PeerError
+from pplx_comm.log import log
 
 
 class Resettable(Protocol):
@@ -144,6 +145,7 @@ class Recovery:
                 survivors = self._control.agree_survivors(patience, after=self._generation, leave_out=True)
                 self._generation = self._control.generation
                 self._begin(everything, survivors, patience)
+                log.info("reset: generation %d, ranks %s", self._generation, survivors)
             except BaseException:
                 known = everything  # all calls raise why
                 raise

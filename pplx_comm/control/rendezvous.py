@@ -7,7 +7,6 @@ from __future__ import annotations
 import contextlib
 import errno
 import hashlib
-import logging
 import os
 import selectors
 import socket
@@ -24,9 +23,8 @@ from pplx_comm.control.launch import Launch
 from pplx_comm.control.secret import user_key
 from pplx_comm.control.sockets import Address, describe, is_loopback, listen_tcp, listen_unix, remaining, resolve
 from pplx_comm.errors import Error, PeerError, StepTimeout
+from pplx_comm.log import log
 from pplx_comm.settings import HOW_TO_SET_SECRET, Start, read
-
-log = logging.getLogger("pplx_comm")
 
 
 class Bootstrap(Protocol):

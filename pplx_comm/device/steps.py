@@ -33,6 +33,8 @@ class Steps:
         self._life.generation = session.control.generation
         self._checks = device.checks
         self._checking = Failing(session, "check")
+        self._last_stats: dict[str, Any] | None = None
+        """As they were when it was closed."""
         self._renewed: weakref.WeakMethod[Callable[[], None]] | None = None
         self._finish = weakref.finalize(self, _give_back, session, session.wiring)
         self._finish.atexit = False
@@ -229,7 +231,12 @@ class Steps:
 
     def stats(self) -> dict[str, Any]:
         """See AllToAll.stats."""
-        self._life.check("stats")
+        if self._last_stats is not None:
+            return self._last_stats
+        self._life.check_open("stats")
+        return self._counters()
+
+    def _counters(self) -> dict[str, Any]:
         stats = self.device.stats()
         stats["open_steps"] = self.open_steps
         carrier = self.session.wiring.carrier
@@ -244,6 +251,7 @@ class Steps:
         life = self._life
         if not life.close():
             return
+        self._last_stats = self._counters()
         self.device.end_calls()
         self._forget_failures()
         self._forget_busy()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 import os
 import threading
 import time
@@ -16,10 +15,9 @@ from pplx_comm.control import deadlines
 from pplx_comm.control.failure import Failure
 from pplx_comm.control.plane import ControlPlane
 from pplx_comm.errors import Error
+from pplx_comm.log import log
 from pplx_comm.settings import Settings
 from pplx_comm.wiring.libfabric import Locality, open_fabric
-
-log = logging.getLogger("pplx_comm")
 
 Key = tuple[str | None, int, tuple[str, ...], int, bool]
 """Provider, generation, names of NICs, number of proxies, and whether they reach GPU memory."""

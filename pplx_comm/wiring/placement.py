@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 
 from pplx_comm.errors import Error
 from pplx_comm.gpus import cuda_module
+from pplx_comm.log import log
 from pplx_comm.wiring.libfabric import Locality, refuses_device_memory
 from pplx_comm.wiring.request import Request
-
-log = logging.getLogger("pplx_comm")
 
 OWNER = 100
 """CUDA's GPUDirect write ordering "owner": the GPU that owns the memory sees a NIC's writes in their order."""

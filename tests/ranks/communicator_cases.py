@@ -204,7 +204,7 @@ def wait_for_death(me: Member, node_size: int | None, victim: int) -> dict[str, 
         heard.append((time.monotonic(), failure))
         came.set()
 
-    comm.control.on_failure(callback)
+    comm.on_failure(callback)
     comm.barrier()
     me.say("ready")
     if comm.rank == victim:
@@ -214,7 +214,7 @@ def wait_for_death(me: Member, node_size: int | None, victim: int) -> dict[str, 
     at, failure = next(entry for entry in heard if entry[1].kind == "death")
     later = _raised(comm.barrier, timeout=20)
     known: list[Any] = []
-    comm.control.on_failure(known.append)
+    comm.on_failure(known.append)
     began = time.monotonic()
     comm.close()
     return {
@@ -233,7 +233,7 @@ def leave_early(me: Member, how: str) -> dict[str, Any]:
     """Rank 1 ends in the given way while the others wait in a barrier."""
     comm = me.communicator(node_size=2)
     heard: list[Any] = []
-    comm.control.on_failure(heard.append)
+    comm.on_failure(heard.append)
     comm.barrier()
     if comm.rank == 1:
         me.say("leaves")
@@ -329,8 +329,8 @@ def abort(me: Member) -> dict[str, Any]:
     comm = me.communicator(node_size=2)
     heard: list[Any] = []
     forgotten: list[Any] = []
-    comm.control.on_failure(heard.append)
-    comm.control.on_failure(forgotten.append)()
+    comm.on_failure(heard.append)
+    comm.on_failure(forgotten.append)()
     comm.barrier()
     me.say("ready")
     if comm.rank == 2:
@@ -487,7 +487,7 @@ def die_with_child(me: Member) -> dict[str, Any]:
         heard.append(time.monotonic())
         came.set()
 
-    comm.control.on_failure(callback)
+    comm.on_failure(callback)
     comm.barrier()
     if comm.rank == 1:
         child = os.fork()
@@ -560,7 +560,7 @@ def held_up(me: Member) -> float:
         held.set()
         release.wait(30)
 
-    comm.control.on_failure(callback)
+    comm.on_failure(callback)
     comm.barrier()
     me.say("ready")
     if comm.rank == 1:
@@ -618,7 +618,7 @@ def weak_callback(me: Member) -> bool:
 
     with me.communicator() as comm:
         listener = Listener()
-        comm.control.on_failure(listener.hear)
+        comm.on_failure(listener.hear)
         gone = weakref.ref(listener)
         del listener
         gc.collect()
@@ -640,7 +640,7 @@ def lost_cable(me: Member) -> dict[str, Any]:
         heard.append([failure.kind, failure.rank, time.monotonic(), failure.message])
         came.set()
 
-    comm.control.on_failure(callback)
+    comm.on_failure(callback)
     comm.barrier()
     # On an idle link nothing but the kernel's probes can tell.
     tcp = [each.sock for each in comm.control._mesh.connections.values() if each.is_tcp]

@@ -502,7 +502,9 @@ def many_steps(me: Any, case: Case, steps: int) -> None:
                 finish()
         while opened:
             finish()
-        must(a2a.stats()["steps"] == steps and a2a.stats()["open_steps"] == 0, "stats", a2a.stats())
+        stats = a2a.stats()
+        must(stats["steps"] == steps and stats["open_steps"] == 0, "stats", stats)
+    must({**a2a.stats(), "proxy": None} == {**stats, "proxy": None}, "stats after close", a2a.stats())  # the proxy serves others, too
 
 
 def interleaved(me: Any, cases: list[Case]) -> None:

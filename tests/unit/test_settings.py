@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -90,3 +93,22 @@ def test_variables_of_others() -> None:
         if re.search(r"\bos\.(environ|getenv)\b", path.read_text()) is not None
     }
     assert readers == {"pplx_comm/settings.py", "pplx_comm/wiring/nvshmem.py"}
+
+
+def test_the_log(tmp_path: Path) -> None:
+    """Its lines have a time and the process, then the rank. A wrong value says so where the package is imported."""
+    code = "import logging, os, pplx_comm.log as l; l.log.info('one'); l.name_rank(3); l.log.debug('two'); l.log.warning('three')"
+
+    def run(value: str, code: str = code) -> subprocess.CompletedProcess[str]:
+        env = {**os.environ, "PPLX_COMM_LOG": value}
+        return subprocess.run([sys.executable, "-c", code], env=env, cwd=ROOT, capture_output=True, text=True, check=False)
+
+    stamp = r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} "
+    assert re.fullmatch(stamp + r"pid \d+ pplx_comm INFO: one\n" + stamp + "rank 3 pplx_comm WARNING: three\n", run("info").stderr)
+    said = run(f"debug:{tmp_path}/%p.log", code + "; print(os.getpid())")
+    lines = (tmp_path / f"{int(said.stdout)}.log").read_text().splitlines()
+    assert said.stderr == "" and [line.split(": ")[1] for line in lines] == ["one", "two", "three"]
+    assert run("").stderr == "three\n"  # as Python's logging does
+    for wrong in ("loud", "info:", ":file"):
+        said = run(wrong)
+        assert said.returncode == 1 and f"PPLX_COMM_LOG='{wrong}' must be debug, info or warning" in said.stderr, said.stderr

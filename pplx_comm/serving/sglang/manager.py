@@ -51,7 +51,7 @@ class Manager:
         self.comm = pplx_comm.Communicator.from_torch(group.cpu_group)
         self.world_size = self.comm.world_size
         self._all_to_alls: dict[Shape, pplx_comm.AllToAll] = {}
-        self.comm.control.on_failure(self._hear)
+        self.comm.on_failure(self._hear)
         compiling.watch(self.comm)
         if self.comm.rank == 0:
             logger.info("pplx_comm %s serves %d expert parallel ranks on %s", pplx_comm.__version__, self.world_size, device.type)

@@ -58,7 +58,7 @@ class All2AllManager(All2AllManagerBase):
         self._all_to_alls: dict[Shape, pplx_comm.AllToAll] = {}
         self._num_sms: int | None = None
         self._seen: torch.Tensor | None = None
-        self.comm.control.on_failure(self._hear)
+        self.comm.on_failure(self._hear)
         self._compiles_no_more = compiling.watch(self.comm)
         if self.rank == 0:
             logger.info("pplx_comm %s serves %d expert parallel ranks on %s", pplx_comm.__version__, self.world_size, device.type)
