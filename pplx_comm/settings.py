@@ -1,9 +1,10 @@
 """Every environment variable of this library: its type, default and meaning, and the one function that reads it.
 
-`read(Log)` is called when the package is imported, `read(Start)` when a Communicator starts, `read(Settings)` when an AllToAll is
-made, `read(Serving)` and `read(Sglang)` when vLLM or SGLang asks for its plug-in, `read(Compat)` when a shadow package makes a
-Communicator; a variable that changes later changes nothing that stands. `foreign()` reads the variables of other programs. What the launcher says (RANK, OMPI_COMM_WORLD_RANK,
-SLURM_PROCID, ...) is read in control/launch.py, from `whole_environment()`.
+`read(Log)` is called when the package is imported, `read(Start)` when a Communicator starts, `read(Settings)` when an
+AllToAll is made, `read(Serving)` and `read(Sglang)` when vLLM or SGLang asks for its plug-in, `read(Compat)` when a shadow
+package makes a Communicator; a variable that changes later changes nothing that stands. `foreign()` reads the variables of
+other programs. What the launcher says (RANK, OMPI_COMM_WORLD_RANK, SLURM_PROCID, ...) is read in control/launch.py, from
+`whole_environment()`.
 
 `make docs` writes the table of docs/tuning.md from this file.
 """
