@@ -44,8 +44,8 @@ inline constexpr auto kRelaysSooner = static_cast<std::uint64_t>(deadlines::kAns
 inline constexpr std::uint64_t kNodesSooner = kRelaysSooner + kPassedOnNs, kReturnsSooner = kNodesSooner / 2;
 class Deadline {
  public:
-  __device__ Deadline(const Common& k, std::uint32_t step, std::uint64_t sooner)
-      : begun_(nanoseconds()), limit_(k.timeout_ns * (step == k.c.first_step ? deadlines::kFirstStepFactor : 1) - sooner) {}
+  __device__ Deadline(const Common& k, std::uint32_t step, std::uint64_t begun, std::uint64_t sooner)
+      : begun_(begun), limit_(k.timeout_ns * (step == k.c.first_step ? deadlines::kFirstStepFactor : 1) - sooner) {}
   // Fails once the time is up, unless some rank says that it comes later.
   __device__ void look(const Common& k, Phase phase, std::uint32_t step, std::uint32_t peer, std::uint64_t seen) {
     if (++looks_ % 256 != 0 || nanoseconds() - begun_ <= limit_) return;
@@ -63,8 +63,8 @@ class Deadline {
 
 // Waits as wait() does, by one thread, but gives up so much sooner.
 [[maybe_unused]] static __device__ __noinline__ bool wait_sooner(const Common& k, const void* word, Phase phase, std::uint32_t step,
-                                                                std::uint32_t peer, std::uint64_t sooner) {
-  Deadline deadline(k, step, sooner);
+                                                                std::uint32_t peer, std::uint64_t begun, std::uint64_t sooner) {
+  Deadline deadline(k, step, begun, sooner);
   std::uint64_t seen = 0;
   const bool good = keep_looking(k, word, phase, step, peer, [&] { return seen; }, [&] {
     seen = load_acquire(word);

@@ -19,7 +19,7 @@ __device__ inline bool receive_mate(const CombineArguments& a, std::uint32_t ste
   const Common& k = a.common;
   const std::uint32_t set = set_of(k.c, step), rank = a.relays.rank[mate], flags = flags_of(a);
   const char* const block = block_of_mate(k, a.relays, set, source, mate);
-  Deadline deadline(k, step, kReturnsSooner);
+  Deadline deadline(k, step, nanoseconds(), kReturnsSooner);
   const auto came = [&] {
     if (is_tagged(k, vec16 = load_vec16(block), step)) return true;
     deadline.look(k, Phase::CombineRecv, step, rank, 0);

@@ -111,6 +111,7 @@ __device__ inline bool pass_on_node(const DispatchArguments& a, std::uint32_t st
   const Common& k = a.common;
   const Relays& r = a.relays;
   const std::uint32_t lane = threadIdx.x % 32, all = count_ranks(r.sources);
+  const std::uint64_t begun = nanoseconds();
   for (;;) {
     const std::uint32_t nth = of_first_lane([&] { return claim_source(k, step); });
     if (nth == 0 && lane == 0) *answers_begun(k, step) = 0;
@@ -123,7 +124,8 @@ __device__ inline bool pass_on_node(const DispatchArguments& a, std::uint32_t st
   for (std::uint32_t source = lane; source < k.c.world; source += 32) {
     if (!is_remote(k, source) || (k.dead >> source & 1) != 0) continue;
     see_it_leave(k, step, Op::Weights, Phase::Weights, source);
-    wait_sooner(k, arrival(k, step, Signal::Dispatch, source), Phase::DispatchRecv, step, rank_of_holder(r, source), kRelaysSooner);
+    wait_sooner(k, arrival(k, step, Signal::Dispatch, source), Phase::DispatchRecv, step, rank_of_holder(r, source), begun,
+                kRelaysSooner);
   }
   __syncwarp();
 }
