@@ -230,8 +230,8 @@ class Worst:
 def topk_of(ids: torch.Tensor, weights: torch.Tensor) -> Any:
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
-    # A rank without tokens may come with another number of choices.
-    ids, weights = (ids, weights) if len(ids) else (ids[:, :1], weights[:, :1])
+    # A rank without tokens may come with another number of choices, but to DeepEP, for which SGLang fuses no shared experts.
+    ids, weights = (ids, weights) if len(ids) or BACKEND == "deepep" else (ids[:, :1], weights[:, :1])
     return StandardTopKOutput(weights, ids, torch.empty(len(ids), 0))
 
 
