@@ -133,7 +133,7 @@ def _level_and_file(text: str) -> tuple[str, str]:
 
 @dataclass(frozen=True)
 class Log:
-    """What an import of the package starts."""
+    """Settings of an import of the package."""
 
     log: tuple[str, str] | None = _variable(
         "PPLX_COMM_LOG", _level_and_file, "debug, info or warning, or one of them and :FILE",

@@ -89,7 +89,7 @@ class TorchExperts(mk.FusedMoEExpertsModular):
 
 
 def quantised(x: torch.Tensor, scale: Any, quant_dtype: Any, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """What a kernel of vLLM does before a dispatch: blocks with a scale each."""
+    """Quantises blocks with a scale each, as a kernel of vLLM does before a dispatch."""
     if quant_dtype is None:
         return x, None
     blocks = x.float().view(x.shape[0], x.shape[1] // BLOCK, BLOCK)
@@ -98,7 +98,7 @@ def quantised(x: torch.Tensor, scale: Any, quant_dtype: Any, *_: Any, **__: Any)
 
 
 def their_manager() -> Any:
-    """Of vLLM's classes for DeepEP, which it imports on GPUs only."""
+    """The manager of vLLM's classes for DeepEP, which it imports on GPUs only."""
     from vllm.distributed.device_communicators import all2all
     from vllm.model_executor.layers.fused_moe import all2all_utils
     from vllm.model_executor.layers.fused_moe.prepare_finalize import deepep_ht, deepep_ll
