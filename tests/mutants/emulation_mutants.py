@@ -724,8 +724,8 @@ MUTANTS = [
     Mutant(
         "relays: a relay waits as long as the sources",
         "src/cuda/remote/relay_combine.cuh",
-        "Deadline deadline(k, step, kReturnsSooner);",
-        "Deadline deadline(k, step, 0);",
+        "Deadline deadline(k, step, nanoseconds(), kReturnsSooner);",
+        "Deadline deadline(k, step, nanoseconds(), 0);",
         "they blame the relay, not the mate that is late",
         "test_blame",
         "_cuda",
