@@ -230,7 +230,7 @@ def after_close(me: Any, case: Case) -> None:
     a2a.close()
     a2a.close()
     for call in (
-        lambda: a2a.dispatch(tokens.x, tokens.ids), lambda: a2a.combine(y, d), a2a.check, a2a.warmup, a2a.reset, a2a.stats, d.release,
+        lambda: a2a.dispatch(tokens.x, tokens.ids), lambda: a2a.combine(y, d), a2a.check, a2a.warmup, a2a.reset, d.release,
         lambda: a2a.dispatch_send(tokens.x, tokens.ids), lambda: a2a.combine_send(y, d),
     ):  # fmt: skip
         mistake(call, "closed|already")
