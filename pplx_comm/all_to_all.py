@@ -301,7 +301,7 @@ class AllToAll:
         return self._comm.recovery.reset(timeout, self._steps)
 
     def stats(self) -> dict[str, Any]:
-        """Counters since construction; after close() as they were then.
+        """Counters since construction; after close() as they were then, without `proxy`.
 
         steps, open_steps: those taken, and those whose memory is held.
         proxy: the proxy's counters, and the bytes of each of its NICs; only where there is one.

@@ -34,7 +34,7 @@ class Steps:
         self._checks = device.checks
         self._checking = Failing(session, "check")
         self._last_stats: dict[str, Any] | None = None
-        """As they were when it was closed."""
+        """As they were when it was closed. Without the proxy's: it serves others, and may stand still."""
         self._renewed: weakref.WeakMethod[Callable[[], None]] | None = None
         self._finish = weakref.finalize(self, _give_back, session, session.wiring)
         self._finish.atexit = False
@@ -234,15 +234,14 @@ class Steps:
         if self._last_stats is not None:
             return self._last_stats
         self._life.check_open("stats")
-        return self._counters()
-
-    def _counters(self) -> dict[str, Any]:
-        stats = self.device.stats()
-        stats["open_steps"] = self.open_steps
+        stats = self._counters()
         carrier = self.session.wiring.carrier
         if carrier is not None:
             stats["proxy"] = carrier.stats()
         return stats
+
+    def _counters(self) -> dict[str, Any]:
+        return {**self.device.stats(), "open_steps": self.open_steps}
 
     # ---- the end ---------------------------------------------------------------------------------------------------------
 
