@@ -215,7 +215,8 @@ void run(unsigned grid, unsigned threads, std::size_t shared, const std::functio
     }
     const auto is_done = [&](unsigned b) { return blocks[b].ended == threads; };
     running.erase(std::remove_if(running.begin(), running.end(), is_done), running.end());
-    all_wait = copies.empty() && !running.empty() && std::all_of(running.begin(), running.end(), [&](unsigned b) { return blocks[b].idle > kPatience; });
+    const auto waits = [&](unsigned b) { return blocks[b].idle > kPatience; };
+    all_wait = copies.empty() && !running.empty() && std::all_of(running.begin(), running.end(), waits);
     if (all_wait)
       std::this_thread::sleep_for(kNap);   // other ranks have the core
     else

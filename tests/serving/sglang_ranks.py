@@ -130,19 +130,15 @@ def mlp(x: torch.Tensor, w1: torch.Tensor, w2: torch.Tensor) -> torch.Tensor:
 
 def travelled(x: torch.Tensor, dtype: str) -> torch.Tensor:
     """x as it arrives: blocks of 128 with a scale each."""
-    if dtype == "bf16":
-        return x.float()
-    blocks = x.float().view(x.shape[0], x.shape[1] // BLOCK, BLOCK)
-    scale = blocks.abs().amax(-1, keepdim=True) / 448
-    if dtype == "fp8_ue8m0":
-        scale = torch.exp2(torch.ceil(torch.log2(scale)))
-    codes = (blocks / scale).to(torch.float8_e4m3fn)
-    return (codes.float() * scale).view(x.shape)
+    return x.float() if dtype == "bf16" else dequantised(*quantised(x, scale_ue8m0=dtype == "fp8_ue8m0"))
 
 
-def quantised(x: torch.Tensor, *_: Any, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+def quantised(x: torch.Tensor, *_: Any, scale_ue8m0: bool = False, **__: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    """Does what SGLang's kernel does, whose names these are."""
     blocks = x.float().view(x.shape[0], x.shape[1] // BLOCK, BLOCK)
     scale = blocks.abs().amax(-1).clamp(min=1e-10) / 448
+    if scale_ue8m0:
+        scale = torch.exp2(torch.ceil(torch.log2(scale)))
     return (blocks / scale.unsqueeze(-1)).to(torch.float8_e4m3fn).view(x.shape), scale
 
 

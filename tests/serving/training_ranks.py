@@ -142,7 +142,8 @@ def megatron_layers(case: dict[str, Any]) -> tuple[Any, Any, Any, Any]:
             moe_ffn_hidden_size=case["inner"], num_moe_experts=case["experts"], moe_router_topk=case["top_k"],
             expert_model_parallel_size=ep.size(), expert_tensor_parallel_size=expt_tp.size(), add_bias_linear=False,
             gated_linear_unit=True, activation_func=torch.nn.functional.silu, use_cpu_initialization=True,
-            moe_token_dispatcher_type=case.get("dispatcher", "allgather") if tp_ep.size() > 1 else "allgather", moe_router_dtype="fp32", moe_router_load_balancing_type="none",
+            moe_token_dispatcher_type=case.get("dispatcher", "allgather") if tp_ep.size() > 1 else "allgather",
+            moe_router_dtype="fp32", moe_router_load_balancing_type="none",
             bias_activation_fusion=False, gradient_accumulation_fusion=False, **named,
         )  # fmt: skip
         groups = ProcessGroupCollection(
