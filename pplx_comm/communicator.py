@@ -147,7 +147,10 @@ class Communicator:
 
     def on_failure(self, callback: Callable[[Failure], None]) -> Callable[[], None]:
         """Calls back once for the first failure of each generation, at once if there is one, and once for each rank that closes in
-        good order (kind "closed"). Returns what ends it.
+        good order. Returns what ends it.
+
+        A Failure has a `kind` ("death", "abort", "timeout" or "closed"), the `rank` that failed or reports, the `peer` that it
+        blames, `phase`, `step` and `message`. `peer`, `phase` and `step` may be None.
 
         callback: runs in a thread of the library or in that of a call that fails, holds no lock, and may call anything. A bound
             method is held weakly.

@@ -23,7 +23,6 @@ CLASSES = {
     "layouts": ["Ragged", "Padded", "Compact"],
     "wire": ["Wire"],
     "errors": ["Error", "PeerError", "StepTimeout"],
-    "control/failure": ["Failure"],
     "moe/layer": ["MoE"],
     "moe/router": ["RouterOptions"],
     "moe/routed": ["Options"],
