@@ -5,15 +5,16 @@ Names, arguments and results are DeepEP's, documented there. docs/migrate.md say
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeVar, cast
 
 import torch
 
 from pplx_comm.all_to_all import AllToAll
 from pplx_comm.communicator import Communicator
-from pplx_comm.compat.shared import IN_FLIGHT, Lane, Pool, Routes, announce, refuse
+from pplx_comm.compat.shared import IN_FLIGHT, Lane, Pool, Routes, Step, announce, refuse
 from pplx_comm.errors import Error
 from pplx_comm.handles import Dispatched
 from pplx_comm.layouts import Compact, Padded
@@ -29,6 +30,7 @@ PACKED = 4 * Wire.FP8.scale_block
 """Elements whose four scales are the bytes of one int32."""
 WIRES = (Wire.NATIVE, Wire.FP8, Wire.FP8_UE8M0)
 MOST_CHOICES = 16
+_Call = TypeVar("_Call", bound=Callable[..., Any])
 LATE = "leave it out; pplx_comm.StepTimeout names a late rank"
 
 
@@ -60,6 +62,23 @@ class EventOverlap:
     def __exit__(self, *_: object) -> None:
         if self.event is not None:
             self.event.current_stream_wait()
+
+
+NO_EVENT = EventOverlap()
+"""Of calls without async_finish=True."""
+
+
+def quick(call: _Call) -> _Call:
+    """Modes of torch, of which a default device is one, would see every function of it that is called in here: 2 us each."""
+
+    @functools.wraps(call)
+    def called(*args: Any, **kwargs: Any) -> Any:
+        if not torch._C._len_torch_function_stack():
+            return call(*args, **kwargs)
+        with torch._C.DisableTorchFunction():
+            return call(*args, **kwargs)
+
+    return cast("_Call", called)
 
 
 class Config:
@@ -129,8 +148,38 @@ class LowLatencyHandle(Handle):
 
     def __init__(self, ids: torch.Tensor, world_size: int, shape: tuple[int, int, int]) -> None:
         """shape: M, hidden, experts."""
-        super().__init__(ids)
-        self.ranks, self.shape = world_size, shape
+        self.ids, self.step, self.ranks, self.shape = ids, None, world_size, shape
+
+    def receive(
+        self, lane: Lane, x: torch.Tensor, hook: bool, stats: torch.Tensor | None, packs: bool
+    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, Step]:
+        """Rows, scales, counts, and their step. hook: they are there once it was received. packs: scales as UE8M0."""
+        step = self.dispatch(lane, x, send_only=hook)
+        d = step.rows()
+        scale = d.scale
+        if packs or stats is not None:
+            packed = scale = _packed_like(scale) if packs and scale is not None else scale
+
+            def then() -> None:
+                if stats is not None:
+                    stats.add_(d.counts)
+                if packs and d.scale is not None and packed is not None:
+                    _pack(d.scale, packed)
+
+            if hook:
+                step.then = then
+            else:
+                then()
+        return d.x, scale, d.counts, step
+
+    def combine(
+        self, lane: Lane, x: torch.Tensor, hook: bool, weights: torch.Tensor, out: torch.Tensor | None
+    ) -> tuple[torch.Tensor, Step]:
+        """hook: the sums are there once the step has finished."""
+        step = self.open_step(lane)
+        if hook and out is None:
+            out = torch.empty((len(self.ids), lane.a2a.hidden), dtype=x.dtype, device=x.device)
+        return step.combine(x, send_only=hook, weights=weights, out=out), step
 
     def elements(self) -> tuple[Any, ...]:
         return (self.sources, self._layout_range, *self.shape)
@@ -274,7 +323,7 @@ class Buffer:
         if not asynchronous or not first.is_cuda:
             if event is not None:
                 event.current_stream_wait()
-            return call(), EventOverlap(EventHandle() if asynchronous else None)
+            return call(), EventOverlap(EventHandle()) if asynchronous else NO_EVENT
         current, own = torch.cuda.current_stream(), self.get_comm_stream()
         if event is None:
             own.wait_stream(current)
@@ -294,6 +343,7 @@ class Buffer:
     def clean_low_latency_buffer(self, num_max_dispatch_tokens_per_rank: int, hidden: int, num_experts: int) -> None:
         """Does nothing: the modes share no memory."""
 
+    @quick
     def low_latency_dispatch(
         self,
         x: torch.Tensor,
@@ -323,33 +373,15 @@ class Buffer:
         shape = num_max_dispatch_tokens_per_rank, x.shape[1], num_experts
         lane = self._low_latency(shape, topk_idx.shape[1], x, 1 + round_scale if use_fp8 else 0)
         handle = LowLatencyHandle(topk_idx, self.group_size, shape)
+        stats = cumulative_local_expert_recv_stats
+        if async_finish:
+            call = functools.partial(handle.receive, lane, x, False, stats, use_ue8m0)
+            (rows, scale, counts, _), event = self._run(call, None, True, x, topk_idx, stats)
+            return (rows, scale) if use_fp8 else rows, counts, handle, event, None
+        rows, scale, counts, step = handle.receive(lane, x, return_recv_hook, stats, use_ue8m0)
+        return (rows, scale) if use_fp8 else rows, counts, handle, NO_EVENT, step.receive if return_recv_hook else None
 
-        def call() -> tuple[Any, ...]:
-            step = handle.dispatch(lane, x, send_only=return_recv_hook)
-            d = step.rows()
-            scale = d.scale
-            if use_ue8m0:
-                assert scale is not None
-                scale = _packed_like(scale)
-
-            def then() -> None:
-                if cumulative_local_expert_recv_stats is not None:
-                    cumulative_local_expert_recv_stats.add_(d.counts)
-                if use_ue8m0:
-                    assert scale is not None
-                    assert d.scale is not None
-                    _pack(d.scale, scale)
-
-            if use_ue8m0 or cumulative_local_expert_recv_stats is not None:
-                step.then = then
-            if not return_recv_hook:
-                step.receive()
-            return d.x, scale, d.counts, step
-
-        (rows, scale, counts, step), event = self._run(call, None, async_finish, x, topk_idx, cumulative_local_expert_recv_stats)
-        received = (rows, scale) if use_fp8 else rows
-        return received, counts, handle, event, step.receive if return_recv_hook else None
-
+    @quick
     def low_latency_combine(
         self,
         x: torch.Tensor,
@@ -381,16 +413,12 @@ class Buffer:
         lane = handle.lane(x) or self._low_latency(handle.shape, ids.shape[1], x, 0)
         if topk_idx is not ids and topk_idx.data_ptr() != ids.data_ptr():
             topk_weights = topk_weights.masked_fill(topk_idx < 0, 0.0)  # choices that were dropped since the dispatch
-        y = torch.empty((len(ids), lane.a2a.hidden), dtype=x.dtype, device=x.device) if out is None else out
-
-        def call() -> tuple[Any, ...]:
-            step = handle.open_step(lane)
-            d = step.rows()
-            step.combine(x, send_only=return_recv_hook, weights=topk_weights, out=y)
-            return y, step, d.x
-
-        (_, step, _), event = self._run(call, None, async_finish, x, topk_weights, y, _rows_of(handle))
-        return y, event, step.finish if return_recv_hook else None
+        if async_finish:
+            call = functools.partial(handle.combine, lane, x, False, topk_weights, out)
+            (y, _), event = self._run(call, None, True, x, topk_weights, out, _rows_of(handle))
+            return y, event, None
+        y, step = handle.combine(lane, x, return_recv_hook, topk_weights, out)
+        return y, NO_EVENT, step.finish if return_recv_hook else None
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:
         """Memory for the rows of the next combine on this handle, with zero_copy=True."""
@@ -401,14 +429,15 @@ class Buffer:
 
     def _low_latency(self, shape: tuple[int, int, int], top_k: int, x: torch.Tensor, wire: int) -> Lane:
         """wire: a number of WIRES."""
-        return self._pool.lane((shape, top_k, x.dtype, wire, x.device), self._low_latency_arguments)
+        key = shape, top_k, x.dtype, wire
+        return self._pool.known(key) or self._pool.open(key, self._low_latency_arguments(shape, top_k, x, wire))
 
-    def _low_latency_arguments(self, key: tuple[tuple[int, int, int], int, torch.dtype, int, torch.device]) -> dict[str, Any]:
-        (most, hidden, experts), top_k, dtype, wire, device = key
+    def _low_latency_arguments(self, shape: tuple[int, int, int], top_k: int, x: torch.Tensor, wire: int) -> dict[str, Any]:
+        (most, hidden, experts), device = shape, x.device
         if experts % self.group_size:
             raise Error(f"low_latency_dispatch: num_experts={experts} must be a multiple of the {self.group_size} ranks")
         return {
-            "num_experts": experts, "top_k": top_k, "hidden": hidden, "max_tokens_per_rank": most, "dtype": dtype,
+            "num_experts": experts, "top_k": top_k, "hidden": hidden, "max_tokens_per_rank": most, "dtype": x.dtype,
             "wire": WIRES[wire], "layout": Padded(self.group_size * most), "scale_layout": "tma", "device": device,
             # CPU results are there before the receive half only with hooks.
             "hooks": device.type == "cpu",
@@ -432,6 +461,7 @@ class Buffer:
     def _nodes(self) -> int:
         return self.group_size // self._pool.comm.node_size
 
+    @quick
     def get_dispatch_layout(
         self,
         topk_idx: torch.Tensor,
@@ -458,6 +488,7 @@ class Buffer:
         per_rank, per_node, per_expert, wanted = made
         return per_rank, per_node, per_expert, wanted, event
 
+    @quick
     def dispatch(
         self,
         x: torch.Tensor | tuple[torch.Tensor, torch.Tensor],
@@ -529,6 +560,8 @@ class Buffer:
         made, event = self._run(call, previous, asynchronous, rows, scale, handle.ids)
         return made[0] if scale is None else made, None, None, None, None, event
 
+    @quick
+    @quick
     def combine(
         self,
         x: torch.Tensor,
@@ -569,7 +602,7 @@ class Buffer:
         tokens, hidden, experts, top_k = len(handle.ids), x.shape[1], handle.experts, handle.ids.shape[1]
         dtype, wire = (x.dtype, Wire.NATIVE) if scale is None else (torch.bfloat16, Wire.FP8)
 
-        def arguments(_: Any) -> dict[str, Any]:
+        def arguments() -> dict[str, Any]:
             most = self._room(max(tokens, -(-worst // self.group_size)))
             given = (self.num_nvl_bytes + self.num_rdma_bytes) // IN_FLIGHT
             arguments: dict[str, Any] = {
@@ -579,7 +612,8 @@ class Buffer:
             slot_bytes = max(given, least) if given else None
             return {**arguments, "max_tokens_per_rank": most, "slot_bytes": slot_bytes, "device": x.device}
 
-        lane = self._pool.lane((experts, top_k, hidden, dtype, wire), arguments)
+        key = experts, top_k, hidden, dtype, wire
+        lane = self._pool.known(key) or self._pool.open(key, arguments())
         if tokens > lane.a2a.max_tokens_per_rank:
             said = (
                 f"dispatch: rank {self.rank} has {tokens} tokens, and its Buffer has room for {lane.a2a.max_tokens_per_rank}: set "

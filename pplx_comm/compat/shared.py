@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -19,7 +19,6 @@ from pplx_comm.settings import Compat, read
 
 IN_FLIGHT = 2
 """Steps of an AllToAll that may be open: DeepEP holds two low latency results."""
-_Key = TypeVar("_Key", bound=Hashable)
 MOST_LANES = 8
 """AllToAlls that a Communicator has at once."""
 
@@ -120,12 +119,23 @@ class Lane:
     ) -> Step:
         """A step takes the memory of the one `IN_FLIGHT` before it, which ends first: on all ranks alike, since they make the same
         calls."""
+        self._make_room()
+        send = self.a2a.dispatch_send if send_only else self.a2a.dispatch
+        return self._opened(send(_plain(x), ids, None if weights is None else _plain(weights), x_scale=x_scale))
+
+    def open_for_combine(self, ids: torch.Tensor) -> Step:
+        """A step without rows."""
+        self._make_room()
+        return self._opened(self.a2a._steps.open_for_combine(ids))
+
+    def _make_room(self) -> None:
         if self._gpu and torch.cuda.is_current_stream_capturing():
             self.captured = True
         if len(self.steps) == IN_FLIGHT:
             self.steps.popleft().end()
-        send = self.a2a.dispatch_send if send_only else self.a2a.dispatch
-        step = Step(self, send(_plain(x), ids, None if weights is None else _plain(weights), x_scale=x_scale))
+
+    def _opened(self, d: Dispatched) -> Step:
+        step = Step(self, d)
         self.steps.append(step)
         return step
 
@@ -149,16 +159,18 @@ class Pool:
         self.settings = read(Compat)
         self.comm = communicator(self.settings.node_size)
         self._lanes: OrderedDict[Hashable, Lane] = OrderedDict()
+        self._latest: Lane | None = None
 
-    def lane(self, key: _Key, arguments: Callable[[_Key], dict[str, Any]]) -> Lane:
-        """The AllToAll of that key, made at first use with its arguments: collective."""
+    def known(self, key: Hashable) -> Lane | None:
+        """The AllToAll of that key."""
         lane = self._lanes.get(key)
-        if lane is None:
-            lane = self._lanes[key] = self._open(arguments(key))
-        self._lanes.move_to_end(key)
+        if lane is not None and lane is not self._latest:
+            self._lanes.move_to_end(key)
+            self._latest = lane
         return lane
 
-    def _open(self, arguments: dict[str, Any]) -> Lane:
+    def open(self, key: Hashable, arguments: dict[str, Any]) -> Lane:
+        """Makes it: collective."""
         if torch.device(arguments["device"]).type == "cuda" and torch.cuda.is_current_stream_capturing():
             raise Error("this shape was first used while a CUDA graph is captured, where nothing can be made: run it once before")
         if len(self._lanes) == MOST_LANES:
@@ -167,7 +179,9 @@ class Pool:
                 raise Error(f"CUDA graphs hold all {MOST_LANES} AllToAlls of this buffer: use another buffer for further shapes")
             self._lanes.pop(old).close()
         settings = self.settings
-        return Lane(AllToAll(self.comm, in_flight=IN_FLIGHT, transport=settings.transport, timeout=settings.timeout, **arguments))
+        a2a = AllToAll(self.comm, in_flight=IN_FLIGHT, transport=settings.transport, timeout=settings.timeout, **arguments)
+        self._latest = self._lanes[key] = Lane(a2a)
+        return self._latest
 
     def most(self, call: str, tokens: int) -> int:
         """Returns the most tokens of any rank. Collective."""
@@ -210,9 +224,8 @@ class Routes:
         return self.step
 
     def open_step(self, lane: Lane) -> Step:
-        """The step to combine on. A closed one is opened again by a dispatch of rows whose content does not matter."""
+        """The step to combine on. Where it is closed, a new one."""
         step = self.step
         if step is None or step.lane is not lane or not step.combinable:
-            a2a = lane.a2a
-            step = self.dispatch(lane, torch.empty(len(self.ids), a2a.hidden, dtype=a2a.dtype, device=self.ids.device))
+            step = self.step = lane.open_for_combine(self.ids)
         return step

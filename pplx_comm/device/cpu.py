@@ -128,7 +128,9 @@ class Cpu:
     # ---- dispatch ----------------------------------------------------------------------------------------------------
 
     @_awaited
-    def dispatch(self, owner: Owner, halves: int, sent: Sent, apart: bool = False, zeroed: bool = False) -> Dispatched:
+    def dispatch(
+        self, owner: Owner, halves: int, sent: Sent, apart: bool = False, zeroed: bool = False, unread: bool = False
+    ) -> Dispatched:
         core, (x, _, _, x_scale, plan) = self.core, sent
         plan = self._make_plan(owner, sent) if plan is None else self.checks.plan(owner, sent, core.generation)
         assert isinstance(plan, CpuPlan)

@@ -192,7 +192,9 @@ class Cuda:
 
     # ---- dispatch ----------------------------------------------------------------------------------------------------
 
-    def dispatch(self, owner: Owner, halves: int, sent: Sent, apart: bool = False, zeroed: bool = False) -> Dispatched:
+    def dispatch(
+        self, owner: Owner, halves: int, sent: Sent, apart: bool = False, zeroed: bool = False, unread: bool = False
+    ) -> Dispatched:
         """apart: the rows have memory of their own, and so has the plan. zeroed is for those only."""
         generation = self.core.generation
         plan: Any
@@ -206,7 +208,11 @@ class Cuda:
             tokens, ids_at, wide, weights = plan.tokens, 0, False, plan.topk_weights
             x, stride = self._rows_of(x)
         weights_at = 0 if weights is None else weights.data_ptr()
-        if x_scale is None:
+        if unread:
+            given = self._tokens(
+                count=tokens, x=x.data_ptr(), stride=stride, ids=ids_at, wide_ids=wide, weights=weights_at, unread=True
+            )
+        elif x_scale is None:
             given = self._tokens(count=tokens, x=x.data_ptr(), stride=stride, ids=ids_at, wide_ids=wide, weights=weights_at)
         else:
             size, (row, column) = self._scale_size, x_scale.stride()

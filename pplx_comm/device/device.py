@@ -19,10 +19,13 @@ class Device(Protocol):
     """_core.Exchange or _cuda.Exchange."""
     checks: Checks
 
-    def dispatch(self, owner: Owner, halves: int, sent: Sent, apart: bool = False, zeroed: bool = False) -> Dispatched:
+    def dispatch(
+        self, owner: Owner, halves: int, sent: Sent, apart: bool = False, zeroed: bool = False, unread: bool = False
+    ) -> Dispatched:
         """The send half, and with `halves` the receive half where one launch does both: d.received says so.
 
         apart: for as_tensors(): its tensors share no memory. zeroed: rows of d.x and d.weights that no token fills are zero.
+        unread: on all ranks nobody reads the rows, so they need not travel.
         """
 
     def dispatch_recv(self, d: Dispatched) -> None: ...

@@ -8,6 +8,8 @@ from collections.abc import Callable
 from threading import get_ident
 from typing import Any
 
+import torch
+
 import pplx_comm._core as _core
 from pplx_comm.control import deadlines
 from pplx_comm.control.callbacks import Busy
@@ -43,7 +45,7 @@ class Steps:
 
     # ---- the calls -------------------------------------------------------------------------------------------------------
 
-    def dispatch(self, halves: int, sent: Sent, apart: bool = False, zeroed: bool = False) -> Dispatched:
+    def dispatch(self, halves: int, sent: Sent, apart: bool = False, zeroed: bool = False, unread: bool = False) -> Dispatched:
         """See Device.dispatch."""
         device = self.device
         life = self._life
@@ -55,8 +57,14 @@ class Steps:
         except BaseException:
             with self._checking:
                 raise
-        d = device.dispatch(self, halves, sent, apart, zeroed)
+        d = device.dispatch(self, halves, sent, apart, zeroed, unread)
         return d if d.received or not halves & _core.RECV else self.dispatch_recv(d)
+
+    def open_for_combine(self, topk_ids: torch.Tensor) -> Dispatched:
+        """A dispatch whose rows mean nothing. All ranks make the same call."""
+        session = self.session
+        x = torch.empty((len(topk_ids), session.hidden), dtype=session.dtype, device=session.device)
+        return self.dispatch(_core.BOTH, (x, topk_ids, None, None, None), unread=True)
 
     def dispatch_recv(self, d: Dispatched) -> Dispatched:
         self._checks.handle("dispatch_recv", d, Dispatched, self)

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 from cases import Case
-from emulation_cases import CHAOS, ON_X86_64, PARTS, case_of, module, numbers
+from emulation_cases import CHAOS, LARGE, ON_X86_64, PARTS, case_of, module, numbers
 from harness import Crew, Crews, allowed, seed
 from test_failure import left_in_shm
 
@@ -24,6 +24,20 @@ pytestmark = ON_X86_64
 def test_random_shapes(crew: Crews, transport: str) -> None:
     for number in numbers(8):
         crew.run("emulated:call", module(), "rank_cases:exchange", case_of(20_000, number, crew.world_size, transport))
+
+
+@pytest.mark.parametrize(
+    ("transport", "large"),
+    [("mapped", False), ("mapped", True), ("mapped in pieces", True), ("mixed:tcp", False), ("relayed:tcp", False)],
+)
+def test_rows_that_nobody_reads(transport: str, large: bool) -> None:
+    """Beginnings of rows, and whole rows in turn: what one leaves behind, the other finds."""
+    with Crew(4, LARGE if large else {}) as crew:
+        for number, wire in enumerate(["native", "mxfp8" if large else "fp8_ue8m0"]):
+            drawn = case_of(26_000, number, 4, transport.split()[0])
+            case = replace(drawn, hidden=1040 + 512 * number, wire=wire, replicas=1, in_flight=1)
+            how, whole = ("in_pieces", [2]) if "in pieces" in transport else ("call", [])
+            crew.run(f"emulated:{how}", module(), *whole, "rank_cases:opened_again", case)
 
 
 @pytest.mark.parametrize("wire", ["native", "fp8"])

@@ -105,6 +105,11 @@ class Carried:
     def dispatch_send(self, *args: Any, **options: Any) -> CarriedDispatched:
         return self._dispatch(self.inner.dispatch_send, *args, **options)
 
+    def open_for_combine(self, ids: torch.Tensor) -> CarriedDispatched:
+        d = CarriedDispatched(self, self.inner._steps.open_for_combine(ids.to(self.device)))
+        self.ended()
+        return d
+
     def dispatch_recv(self, d: CarriedDispatched) -> CarriedDispatched:
         return d.wait()
 

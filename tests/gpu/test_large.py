@@ -47,6 +47,12 @@ def test_random_shapes(few: Crews) -> None:
         few.run("gpu_cases:exchange", random_case(seed() * 100_000 + 70_000 + number, few.world_size, ("mapped",)))
 
 
+def test_rows_that_nobody_reads(few: Crews) -> None:
+    for number in range(8):
+        drawn = random_case(seed() * 100_000 + 90_000 + number, few.world_size, ("mapped",))
+        few.run("gpu_cases:on_gpu", "rank_cases:opened_again", replace(drawn, hidden=1040 + 512 * number, in_flight=1))
+
+
 @pytest.mark.parametrize("least", ["4", "40"])
 def test_some_ranks_have_few(least: str) -> None:
     with Crew(max(APART), {"PPLX_COMM_LARGE_TOKENS": least}) as crew:

@@ -143,7 +143,7 @@ void bind_structs(py::module_& m) {
                 Tokens::field<&cuda::Tokens::x_stride>("stride"), Tokens::field<&cuda::Tokens::ids>("ids"),
                 Tokens::field<&cuda::Tokens::wide_ids>("wide_ids"), Tokens::field<&cuda::Tokens::weights>("weights"),
                 Tokens::field<&cuda::Tokens::scales>("scales"), Tokens::field<&cuda::Tokens::scale, &ScaleStrides::row>("scale_row_stride"),
-                Tokens::field<&cuda::Tokens::scale, &ScaleStrides::scale>("scale_stride")});
+                Tokens::field<&cuda::Tokens::scale, &ScaleStrides::scale>("scale_stride"), Tokens::field<&cuda::Tokens::unread>("unread")});
   using Outputs = BoundStruct<cuda::Outputs>;
   Outputs::bind(m, "Outputs", "Addresses of received rows that lie in memory of their own.",
                 {Outputs::required<&cuda::Outputs::x>("x"), Outputs::field<&cuda::Outputs::scales>("scales"),

@@ -45,6 +45,16 @@ std::uint32_t sms_of_launch(const Config& c, std::uint32_t of_gpu, std::uint32_t
   return num_sms > 0 ? std::min(num_sms, sms) : sms;
 }
 
+// Sets how much of a dispatch row travels. c.hidden: as many of its numbers.
+void set_rows(Common& k, const Config& c) {
+  k.payload_bytes = payload_bytes(c);
+  k.parts = ceil_div(k.payload_bytes, kPartBytes);
+  k.part_bytes = static_cast<std::uint32_t>(align_up(ceil_div(k.payload_bytes, k.parts), 16));
+  k.by_parts = Divider(k.parts);
+  k.dispatch.scales_at = dispatch_block(c).scales_at;
+  k.scale_vec16s = ceil_div(scale_words(c), 4);
+}
+
 // Returns what follows from the configuration alone.
 Common common_of(const Config& c, double timeout_seconds) {
   Common k;
@@ -63,11 +73,7 @@ Common common_of(const Config& c, double timeout_seconds) {
   k.expert_vec16s = expert_vec16s(c);
   k.align_mask = (c.align & (c.align - 1)) == 0 ? c.align - 1 : kNone;
   while (1u << k.group_shift < c.top_k) ++k.group_shift;
-  k.payload_bytes = payload_bytes(c);
-  k.parts = ceil_div(k.payload_bytes, kPartBytes);
-  k.part_bytes = static_cast<std::uint32_t>(align_up(ceil_div(k.payload_bytes, k.parts), 16));
-  k.by_parts = Divider(k.parts);
-  k.scale_vec16s = ceil_div(scale_words(c), 4);
+  set_rows(k, c);
   k.scales_in_pieces = !c.scale_tma && scale_bytes(c) % 16 == 0;
   k.showing_rows = k.scale_vec16s <= 32 ? kShowingRows : 0;  // a warp looks at all of them at once
   k.row_bytes = c.hidden * dtype_bytes(c.dtype);
@@ -84,6 +90,12 @@ Common common_of(const Config& c, double timeout_seconds) {
 }
 
 }  // namespace
+
+void only_beginnings(Common& k) {
+  Config c = k.c;  // k's own says where blocks lie
+  c.hidden = std::min(c.hidden, 512u);  // whole vec16s of codes, and of scales
+  set_rows(k, c);
+}
 
 std::uint32_t tuned_large_tokens(const Config& c, int device, std::uint32_t num_sms) {
   const std::uint32_t sms = sms_of_gpu(device);

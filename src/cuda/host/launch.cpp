@@ -110,6 +110,7 @@ DispatchArguments Exchange::arguments_of(const Launch& launch, const Tokens& tok
   DispatchArguments a;
   static_cast<Tokens&>(a) = tokens;
   a.common = common_;
+  if (a.unread) only_beginnings(a.common);
   a.send = (launch.halves & kSend) != 0;
   a.recv = (launch.halves & kRecv) != 0;
   a.own = common_.slice.tokens(a.tokens);
@@ -170,7 +171,7 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
     a.chunk_counts = chunk_counts_;
     a.under_way = tokens_on_their_way(std::min(a.stretches, blocks), common_.dispatch.row_bytes, common_.living, c.top_k);
   }
-  if (launch.hooks != nullptr) a.hooks = dispatch_hooks(common_, launch.hooks);
+  if (launch.hooks != nullptr) a.hooks = dispatch_hooks(a.common, launch.hooks);
   if (pieces) a.pieces = pieces_of(launch);
   if (pieces && large) cut(a);
   here.follow(stream, a.send);

@@ -45,12 +45,12 @@ struct SendRings {
 template <typename Mode>
 struct SendShape {
   using Quantiser = TileQuantiser<kElementBytes<Mode>, kQuantiserBytes>;
-  static constexpr std::uint32_t kPass = Quantiser::kPassElements, kOfPart = kOfTeam * Quantiser::kPasses * kPass;  // elements
+  static constexpr std::uint32_t kPass = Quantiser::kPassElements, kOfPart = kOfTeam * Quantiser::kPasses * kPass;  // elements, a byte each
 
   __device__ explicit SendShape(const Common& k)
-      : parts((k.c.hidden + kOfPart - 1) / kOfPart),
-        of_quantiser((min(k.c.hidden, kOfPart) + kOfTeam * kPass - 1) / (kOfTeam * kPass) * kPass),
-        part_bytes(min(k.c.hidden, kOfPart) * kElementBytes<Mode>),
+      : parts((k.payload_bytes + kOfPart - 1) / kOfPart),
+        of_quantiser((min(k.payload_bytes, kOfPart) + kOfTeam * kPass - 1) / (kOfTeam * kPass) * kPass),
+        part_bytes(min(k.payload_bytes, kOfPart) * kElementBytes<Mode>),
         row_bytes(k.dispatch.scales_at + 16 * k.scale_vec16s),
         pitch(static_cast<std::uint32_t>(align_up(row_bytes, kLine))),
         room_out(min(kRowsOutBytes / pitch, kMostRowsOut)),
@@ -59,7 +59,7 @@ struct SendShape {
         places_out(room_out / (teams * storers) * (teams * storers)),
         places_in(min(kTokensInBytes / part_bytes, kMostTokensIn) / teams * teams),
         early(places_in) {}
-  __device__ std::uint32_t elements(const Common& k, std::uint32_t part) const { return min(k.c.hidden - part * kOfPart, kOfPart); }
+  __device__ std::uint32_t elements(const Common& k, std::uint32_t part) const { return min(k.payload_bytes - part * kOfPart, kOfPart); }
   __device__ std::uint32_t bytes(const Common& k, std::uint32_t part) const { return elements(k, part) * kElementBytes<Mode>; }
 
   const std::uint32_t parts;  // a token's parts
