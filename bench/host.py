@@ -4,7 +4,9 @@
 
 Tensors are on the CPU, and the launches do nothing, so what is left is the library's own: checks, allocations, handles. Rows are
 short: torch's allocator on a GPU hands out what it has, but on the CPU large tensors are mapped anew.
-Microseconds per call, the best of several rounds; also with `out=`, and how many tensors a pair allocates.
+Microseconds per call, the best of several rounds; also with `out=`, and how many tensors a pair allocates. And in a shape of
+DeepEP's low latency mode: our calls, `deep_ep.Buffer`'s over them, and both in a program that has set a default device, where every
+function of torch takes longer.
 """
 
 from __future__ import annotations
@@ -26,6 +28,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import pplx_comm as pc
+from pplx_comm.compat.deep_ep import Buffer
 from pplx_comm.device import cuda
 from pplx_comm.device.steps import Steps
 from pplx_comm.gpus import built
@@ -52,7 +55,9 @@ class NoLaunches:
 def without_launches(a2a: pc.AllToAll, core: Any) -> Iterator[None]:
     """Gives a CPU AllToAll the host path of a CUDA one."""
     real = a2a._steps, a2a._graph, cuda.raw_stream
-    session = replace(a2a._steps.session, wiring=replace(a2a._steps.session.wiring, exchange=core, kernels=built(), carrier=None))
+    given = a2a._steps.session
+    wiring = replace(given.wiring, exchange=core, kernels=built(), carrier=None)
+    session = replace(given, wiring=wiring, request=replace(given.request, hooks=False))
     a2a._steps = Steps(session, cuda.Cuda(session))
     a2a._graph = Graph(a2a._steps)
     setattr(cuda, "raw_stream", lambda device: 0)  # noqa: B010
@@ -79,6 +84,55 @@ def allocations(call: Callable[[], object]) -> int:
     return counted.count
 
 
+def compare_with_deep_ep() -> None:
+    """Prints what deep_ep.Buffer adds to a pair of calls."""
+    tokens, hidden, experts = 8, 128, 32
+    torch.distributed.init_process_group("gloo", store=torch.distributed.HashStore(), rank=0, world_size=1)
+    buffer = Buffer(torch.distributed.new_group([0]), low_latency_mode=True)
+    x, ids = torch.zeros(tokens, hidden, dtype=torch.bfloat16), torch.zeros(tokens, 8, dtype=torch.int64)
+    weights, out = torch.zeros(tokens, 8), torch.zeros(experts, tokens, hidden, dtype=torch.bfloat16)
+    buffer.low_latency_dispatch(x, ids, tokens, experts)
+    [lane] = buffer._pool._lanes.values()
+    lane.steps.popleft().end()
+
+    def ours() -> float:
+        d = lane.a2a.dispatch(x, ids)
+        _ = d.x, d.scale, d.counts
+        between = time.perf_counter()
+        lane.a2a.combine(out, d, weights=weights)
+        return between
+
+    def theirs() -> float:
+        _, _, handle, _, _ = buffer.low_latency_dispatch(x, ids, tokens, experts)
+        between = time.perf_counter()
+        buffer.low_latency_combine(out, ids, weights, handle)
+        return between
+
+    with without_launches(lane.a2a, NoLaunches()), torch.no_grad():
+        for device in (None, "cpu"):
+            torch.set_default_device(device)
+            for name, pair in (("pplx_comm", ours), ("deep_ep", theirs)):
+                best = measure(pair)
+                where = "" if device is None else ", with a default device"
+                print(f"{name}: dispatch {best[0]:.1f} us, combine {best[1]:.1f} us, together {sum(best):.1f} us{where}")
+    torch.set_default_device(None)
+    torch.distributed.destroy_process_group()
+
+
+def measure(pair: Callable[[], float]) -> list[float]:
+    """Microseconds of both calls; `pair` returns the time between them."""
+    best = [float("inf")] * 2
+    for _ in range(40):
+        dispatch = combine = 0.0
+        before = time.perf_counter()
+        for _ in range(500):
+            between = pair()
+            after = time.perf_counter()
+            dispatch, combine, before = dispatch + between - before, combine + after - between, after
+        best = [min(best[0], dispatch / 500 * 1e6), min(best[1], combine / 500 * 1e6)]
+    return best
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--profile", action="store_true", help="where the time goes")
@@ -98,20 +152,13 @@ def main() -> None:
         for _ in range(n):
             a2a.combine(out, a2a.dispatch(x, ids, weights))
 
-    def measure(into: torch.Tensor | None) -> list[float]:
-        best = [float("inf")] * 2
-        for _ in range(40):
-            dispatch = combine = 0.0
-            before = time.perf_counter()
-            for _ in range(500):
-                d = a2a.dispatch(x, ids, weights)
-                between = time.perf_counter()
-                a2a.combine(out, d, out=into)
-                after = time.perf_counter()
-                dispatch, combine, before = dispatch + between - before, combine + after - between, after
-            best = [min(best[0], dispatch / 500 * 1e6), min(best[1], combine / 500 * 1e6)]
-        return best
+    def pair(into: torch.Tensor | None) -> float:
+        d = a2a.dispatch(x, ids, weights)
+        between = time.perf_counter()
+        a2a.combine(out, d, out=into)
+        return between
 
+    compare_with_deep_ep()
     with without_launches(a2a, NoLaunches()), torch.no_grad():
         pairs(100)
         if arguments.profile:
@@ -119,7 +166,7 @@ def main() -> None:
             profile.runcall(pairs, 2000)
             pstats.Stats(profile).sort_stats("tottime").print_stats(18)
         for name, into in (("combine", None), ("combine with out=", y)):
-            best = measure(into)
+            best = measure(functools.partial(pair, into))
             allocated = allocations(lambda: a2a.dispatch(x, ids, weights))
             d = a2a.dispatch(x, ids, weights)
             allocated += allocations(functools.partial(a2a.combine, out, d, out=into))

@@ -19,15 +19,17 @@ class Halves:
         self._pool, self._arguments = pool, arguments
         self._routes: Routes | None = None
         self._returning: Step | None = None
+        self._scales: Step | None = None
         self._answers = torch.bfloat16
         """The dtype that combine returned last: codes travel in an AllToAll of it."""
 
     def destroy(self) -> None:
         self._pool.close()
 
-    def _lane(self, dtype: torch.dtype, wire: Wire, device: torch.device) -> Lane:
-        arguments = {**self._arguments, "dtype": dtype, "wire": wire, "device": device}
-        return self._pool.lane((dtype, wire), lambda _: arguments)
+    def _lane(self, dtype: torch.dtype, wire: Wire, device: torch.device, **further: int) -> Lane:
+        key = dtype, wire, *further.values()
+        arguments = {**self._arguments, "dtype": dtype, "wire": wire, "device": device, **further}
+        return self._pool.known(key) or self._pool.open(key, arguments)
 
     def dispatch_into(
         self, counts: torch.Tensor, out: torch.Tensor, out_scale: torch.Tensor | None, x: torch.Tensor,
@@ -36,11 +38,12 @@ class Halves:
         """Fills counts, out and out_scale."""
         if do_send:
             codes = x.dtype == torch.float8_e4m3fn
-            if x_scale is not None and not codes:
-                raise refuse("dispatch", f"scales of rows in {x.dtype}", "send float8_e4m3fn, with a scale for each 128 elements")
+            if x_scale is not None and x_scale.dtype != torch.float32:
+                raise refuse("dispatch", f"scales of {x_scale.dtype}", "send float32")
             lane = self._lane(self._answers, Wire.FP8, x.device) if codes else self._lane(x.dtype, Wire.NATIVE, x.device)
             self._routes = Routes(_bounded(indices, bound_m))
-            self._routes.dispatch(lane, x, None, x_scale, send_only=not do_recv)
+            self._routes.dispatch(lane, x, None, x_scale if codes else None, send_only=not do_recv)
+            self._scales = None if codes or x_scale is None else self._send_scales(x_scale, self._routes.ids)
         if do_recv:
             if self._routes is None or self._routes.step is None:
                 raise Error("dispatch: do_recv=True without do_send=True receives what an earlier call sent, and there is none")
@@ -49,8 +52,23 @@ class Halves:
             counts.copy_(d.counts)
             rows = min(len(out), len(d.x))
             out[:rows].copy_(d.x[:rows])
-            if d.scale is not None and out_scale is not None:
-                out_scale[:rows].copy_(d.scale[:rows])
+            scales, self._scales = self._scales, None
+            scale = d.scale
+            if scales is not None:
+                scales.receive()
+                scale = scales.rows().x
+            if scale is not None and out_scale is not None:
+                out_scale[:rows].copy_(scale[:rows, ..., : out_scale.shape[-1]])
+            if scales is not None:
+                scales.end()
+
+    def _send_scales(self, x_scale: torch.Tensor, ids: torch.Tensor) -> Step:
+        """Scales that no wire has travel as rows of their own, to the same places."""
+        tokens, scales = x_scale.shape
+        wide = torch.empty((tokens, -(-scales // 4) * 4), dtype=torch.float32, device=x_scale.device)
+        wide[:, :scales] = x_scale
+        lane = self._lane(torch.float32, Wire.NATIVE, x_scale.device, hidden=wide.shape[1])
+        return Routes(ids).dispatch(lane, wide, send_only=True)
 
     def combine_into(
         self, out: torch.Tensor, weights: torch.Tensor, expert_y: torch.Tensor, do_send: bool, do_recv: bool, accumulate: bool

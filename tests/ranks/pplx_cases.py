@@ -13,6 +13,7 @@ from pplx_comm.compat.pplx_garden import P2PAllToAll
 from pplx_comm.compat.pplx_kernels import AllToAll, nvshmem_init
 
 BLOCK = 128
+"""Elements with a scale, of rows of codes. Other rows have scales where a case has a "block"."""
 
 
 class World:
@@ -23,11 +24,13 @@ class World:
         self.groups, self.mine, self.same = me.world_size // same, me.rank // same, same
         self.hidden, self.experts, self.top_k, self.most = case["hidden"], case["experts"], case["top_k"], case["most"]
         self.local, dtype = self.experts // me.world_size, getattr(torch, case["in"])
+        self.block = case.get("block", BLOCK)
+        self.scales = -(-self.hidden // self.block) if dtype.itemsize == 1 or "block" in case else 0
         self.used = [int(torch.randint(self.most + 1, (), generator=g)) for _ in range(self.groups)]
         self.x, self.scale, self.ids, self.weights = [], [], [], []
         for _ in range(self.groups):
             x = torch.randn(self.most, self.hidden, generator=g)
-            self.scale.append(torch.rand(self.most, -(-self.hidden // BLOCK), generator=g) if dtype.itemsize == 1 else None)
+            self.scale.append(torch.rand(self.most, self.scales, generator=g) if self.scales else None)
             self.x.append(x.to(dtype))
             self.ids.append(torch.rand(self.most, self.experts, generator=g).topk(self.top_k).indices.to(torch.uint32))
             self.weights.append(torch.rand(self.most, self.top_k, generator=g))
@@ -48,7 +51,7 @@ class World:
 
     def value(self, group: int) -> torch.Tensor:
         x, scale = self.x[group].float(), self.scale[group]
-        return x if scale is None else x * scale.repeat_interleave(BLOCK, 1)[:, : self.hidden]
+        return x if scale is None else x * scale.repeat_interleave(self.block, 1)[:, : self.hidden]
 
     def combined(self) -> torch.Tensor:
         """Expert e multiplies by 1 + e."""
@@ -69,7 +72,7 @@ def _halves(call: Any, halves: bool, **arguments: Any) -> None:
 
 
 def _experts(world: World, x: torch.Tensor, scale: torch.Tensor | None, factors: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    rows = x.float() if scale is None else x.float() * scale.repeat_interleave(BLOCK, -1)[..., : world.hidden]
+    rows = x.float() if scale is None else x.float() * scale.repeat_interleave(world.block, -1)[..., : world.hidden]
     return (rows * factors).to(dtype)
 
 
@@ -89,7 +92,7 @@ def kernels(me: Any, seed: int, case: dict[str, Any], same: int, across: bool, h
     given: dict[str, Any] = {
         "max_num_tokens": world.most, "num_experts": world.experts, "experts_per_token": world.top_k, "rank": me.rank,
         "world_size": me.world_size, "dp_size": same, "hidden_dim": world.hidden, "hidden_dim_bytes": world.hidden * size,
-        "hidden_dim_scale_bytes": -(-world.hidden // BLOCK) * 4 if size == 1 else 0,
+        "hidden_dim_scale_bytes": world.scales * 4,
     }  # fmt: skip
     ata = AllToAll.internode(**given) if across else AllToAll.intranode(**given, group_name="default")
     mine = range(me.rank * world.local, (me.rank + 1) * world.local)
@@ -126,7 +129,7 @@ def garden(me: Any, seed: int, case: dict[str, Any], same: int, padding: int, ha
     group = SimpleNamespace(rank=me.rank, size=me.world_size, all_gather_object=gather)
     world = World(me, seed, same, case)
     dtype, out_dtype = getattr(torch, case["in"]), getattr(torch, case["out"])
-    scales = -(-world.hidden // BLOCK) if dtype.itemsize == 1 else None
+    scales = world.scales or None
     p2p = P2PAllToAll(
         max_num_tokens=world.most, num_experts=world.experts, expert_padding=padding, hidden_dim=world.hidden,
         hidden_dim_scale=scales, in_dtype=dtype, out_dtype=out_dtype, scale_dtype=torch.float32 if scales else None,
@@ -175,7 +178,7 @@ def refusals(me: Any) -> dict[str, str]:
     ata = AllToAll.internode(**given)
     told = {
         "rank": raised(lambda: AllToAll.internode(**{**given, "rank": 1 - me.rank}))["message"],
-        "scales": raised(lambda: ata.dispatch(counts, out, scale, x, scale, ids, None))["message"],
+        "scales": raised(lambda: ata.dispatch(counts, out, scale, x, scale.half(), ids, None))["message"],
         "receive": raised(lambda: ata.dispatch(counts, out, None, x, None, ids, None, do_send=False))["message"],
         "combine": raised(lambda: ata.combine(x, ids, weights, out, None))["message"],
     }
