@@ -37,6 +37,24 @@ class Result:
     """
     def __init__(self, *, tokens: int, y: int, stride: int, accumulate: bool, has_tail: bool = False, tail: int = 0) -> None:
         ...
+class HostHeap(pplx_comm._core.Carried):
+    """
+    Blocks that the proxy moves, and their words.
+    """
+    def descriptor(self) -> int:
+        """
+        With node_ranks: a file descriptor of the blocks; the caller closes it.
+        """
+    @property
+    def blocks_nbytes(self) -> int:
+        """
+        Bytes of the blocks in GPU memory; 0: they are in host memory.
+        """
+    @property
+    def pinned_bytes(self) -> int:
+        """
+        Bytes of host memory.
+        """
 class SharedMemory:
     """
     Device memory that the ranks of a node map.
@@ -45,9 +63,9 @@ class SharedMemory:
     def from_descriptor(device: int, fd: int, nbytes: int) -> SharedMemory:
         ...
     @staticmethod
-    def from_host(device: int, fd: int, config: pplx_comm._core.Config) -> SharedMemory:
+    def from_host(device: int, fd: int, own: HostHeap) -> SharedMemory:
         """
-        Blocks of a mate's proxy in host memory.
+        Blocks of a mate's proxy in host memory, as this rank's lie there.
         """
     @staticmethod
     def from_ipc(device: int, handle: bytes, nbytes: int) -> SharedMemory:
@@ -84,24 +102,6 @@ class StreamEvent:
         ...
     def wait(self, stream: int) -> None:
         ...
-class HostHeap(pplx_comm._core.Carried):
-    """
-    Blocks that the proxy moves, and their words.
-    """
-    def descriptor(self) -> int:
-        """
-        With node_ranks: a file descriptor of the blocks; the caller closes it.
-        """
-    @property
-    def blocks_nbytes(self) -> int:
-        """
-        Bytes of the blocks in GPU memory; 0: they are in host memory.
-        """
-    @property
-    def pinned_bytes(self) -> int:
-        """
-        Bytes of host memory.
-        """
 class Exchange:
     def __init__(self, config: pplx_comm._core.Config, own: SharedMemory, peers: collections.abc.Mapping[int, SharedMemory], nodes: collections.abc.Sequence[int], remote: collections.abc.Mapping[int, int], proxied: bool, blocks_on_gpu: bool, gdrcopy: bool, device: int, timeout: float, num_sms: int, large_tokens: int, sending_share: int) -> None:
         ...
@@ -189,6 +189,11 @@ class Exchange:
     def memory(self) -> SharedMemory:
         """
         Memory that peers write into.
+        """
+    @property
+    def network_peers(self) -> list[int]:
+        """
+        With which this rank exchanges blocks by its proxy.
         """
     @property
     def open_steps(self) -> int:

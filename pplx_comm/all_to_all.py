@@ -24,7 +24,7 @@ from pplx_comm.log import log
 from pplx_comm.torch_ops.graph import Graph, GraphDispatched, GraphPlan
 from pplx_comm.wire import Wire
 from pplx_comm.wiring.compare import raised_by_all
-from pplx_comm.wiring.config import Arguments, integer, make_config
+from pplx_comm.wiring.config import WHOLE, Arguments, integer, make_config
 from pplx_comm.wiring.wire_up import wire_up
 
 
@@ -349,11 +349,14 @@ class AllToAll:
             replicas=replicas, slot_bytes=slot_bytes, dedup=dedup,
             on_gpu=device == "cuda",
         )  # fmt: skip
-        c.remote_peers = c.remote_slots = integer("remote_peers", remote_peers, 0, world_size - 1)
+        c.remote_peers = integer("remote_peers", remote_peers, 0, world_size - 1)
         if dedup == "node" and remote_peers:
             c.node_ranks = world_size - remote_peers
+            if c.on_gpu:
+                c.remote_peers = -(-remote_peers // c.node_ranks)  # one on each other node
+        c.remote_slots = c.remote_peers
         if c.on_gpu:
-            c.mapped_slots = world_size - remote_peers
+            c.mapped_slots, c.part_bytes = world_size - remote_peers, WHOLE
             return int(c.mapped_bytes + (c.heap_bytes if remote_peers else 0) + c.relay_bytes)
         staging = in_flight * max_tokens_per_rank * c.row_bytes(0) if Wire.of(wire).quantised else 0
         return int(c.heap_bytes) + staging + int(c.relay_bytes)

@@ -125,7 +125,7 @@ def lay_gpu_relays(control: ControlPlane, request: Request, exchange: Any, peers
                 if theirs["blocks"]:
                     blocks[rank] = kernels.SharedMemory.from_descriptor(gpu, block, theirs["blocks"])
                 else:
-                    blocks[rank] = kernels.SharedMemory.from_host(gpu, block, request.config)
+                    blocks[rank] = kernels.SharedMemory.from_host(gpu, block, exchange.host)
             exchange.lay_relays(areas, blocks)
 
         attempts.run(lay)

@@ -51,7 +51,8 @@ class Wiring:
     @property
     def network_peers(self) -> list[int]:
         """Those with which this rank exchanges blocks over the network: with dedup="node" relays and their sources alone."""
-        return self.exchange.network_peers if isinstance(self.exchange, _core.Exchange) else self.peers.remote
+        peers: list[int] = self.exchange.network_peers
+        return peers
 
     def detach(self, timeout: float) -> None:
         """Takes the AllToAll off its proxy, if it has one, waiting that long for running kernels and writes in flight. Gives its

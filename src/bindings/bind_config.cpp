@@ -76,9 +76,8 @@ void bind_config_struct(py::module_& m) {
       .def_property_readonly("relay_bytes",
                              [](const Config& c) {
                                if (c.node_ranks == 0) return std::uint64_t{0};
-                               const std::uint32_t sources = ceil_div(c.remote_peers, c.node_ranks);
-                               return c.on_gpu ? relay_layout(c, sources).bytes
-                                               : rail_area(c, ceil_div(c.world, c.node_ranks), sources).bytes;
+                               const std::uint32_t others = ceil_div(c.world, c.node_ranks) - 1;
+                               return c.on_gpu ? relay_layout(c, others).bytes : rail_area(c, others + 1, others).bytes;
                              },
                              "With node_ranks: size of this rank's rails, where nodes are of one size.")
       .def_property_readonly("mapped_bytes", [](const Config& c) { return heap_of(c).mapped_bytes; },

@@ -43,7 +43,7 @@ struct Config {
   std::uint32_t part_bytes = 0;        // on GPUs: blocks for other nodes leave in parts that are not smaller, but for the last. 0: whole
   std::uint32_t remote_peers = 0;      // how many peers the proxy carries to (sizes the send area only)
   std::uint32_t mapped_first = 0, mapped_slots = 0;   // on GPUs: ranks of one node, and some between. 0 slots: all ranks
-  std::uint32_t remote_slots = 0;      // on GPUs: the most remote peers of any rank. 0: all ranks
+  std::uint32_t remote_slots = 0;      // on GPUs: the most peers of any rank that have slots there, as remote_peers. 0: all ranks
   bool combine_fp8 = false;            // with node_ranks: what relays answer travels as e4m3, a float scale per 128 elements
   std::uint32_t node_ranks = 0;        // rows for other nodes go once to each: the most ranks of a node. 0: to each rank
   bool on_gpu = false;                 // kernels write rows before all are counted, and routes in pieces that show whose they are

@@ -89,6 +89,22 @@ inline Rails make_rails(const Config& c, const Nodes& nodes, const std::vector<b
   return rails;
 }
 
+// Returns the peers with which each of up to 64 ranks exchanges blocks over the network, a bit each: its relays, and those whose relay
+// it is.
+inline std::vector<std::uint64_t> rail_peers(Config c, const Nodes& nodes, const std::vector<bool>& alive) {
+  std::vector<std::uint64_t> peers(c.world);
+  for (c.rank = 0; c.rank < c.world; ++c.rank) {
+    if (!alive[c.rank]) continue;
+    const Rails rails = make_rails(c, nodes, alive);
+    for (std::uint32_t peer = 0; peer < c.world; ++peer)
+      if (alive[peer] && nodes[peer] != nodes[c.rank] && rails.rep[peer] == peer) {
+        peers[c.rank] |= 1ull << peer;
+        peers[peer] |= 1ull << c.rank;
+      }
+  }
+  return peers;
+}
+
 // The memory of a relay in which its mates leave what they return.
 //
 //   arrival[set][source][mate] | combine block[set][source][mate]

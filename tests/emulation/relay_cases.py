@@ -15,6 +15,8 @@ from cases import DTYPES, Case
 from harness import until
 from outcomes import must, raised
 
+import pplx_comm as pc
+
 SOURCE, RELAY = 0, 2
 """Ranks of four, in nodes of two."""
 STEP, GENERATION, ROWS, SENDER, COUNTS = 0, 1, 2, 4, 16
@@ -44,6 +46,18 @@ def _node_block(case: Case, generation: int) -> torch.Tensor:
     places = memory[: len(memory) // 32 * 32].view(-1, 32)[:, : len(header)]
     [at] = (places == header).all(dim=1).nonzero().flatten().tolist()
     return memory[32 * at :]
+
+
+def memory(me: Any, case: Case) -> tuple[int, int]:
+    """Bytes of what the proxy moves and of a relay, and of both what required_bytes says, beside the mapped memory."""
+    with rank_cases.open_all_to_all(me, case) as a2a:
+        core, config = a2a._steps.device.core, a2a._steps.session.config
+        required = pc.AllToAll.required_bytes(
+            world_size=case.world_size, num_experts=case.num_experts, top_k=case.top_k, hidden=case.hidden,
+            max_tokens_per_rank=case.max_tokens, dtype=DTYPES[case.dtype], in_flight=case.in_flight, dedup="node",
+            remote_peers=case.world_size // 2, device="cuda",
+        )  # fmt: skip
+        return core.host.pinned_bytes + core.relay_bytes(me.rank) + config.mapped_bytes, required
 
 
 def refused(me: Any, case: Case) -> None:

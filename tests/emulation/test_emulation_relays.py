@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cases import Case
-from emulation_cases import CHAOS, ON_X86_64, case_of, module, numbers
+from emulation_cases import CHAOS, ON_X86_64, case_of, module, numbers, run_refused
 from failure_cases import LATE
 from harness import Crew, Crews, seed
 from open_step_cases import small_case
@@ -40,6 +40,19 @@ def test_sums_as_codes(four: Crews) -> None:
     for number in numbers(4):
         case = drawn(76_000, number, 4, ("relayed:tcp", "relayed-dealt:shm")[number % 2])
         four.run("emulated:call", module(), "rank_cases:exchange", replace(case, combine_wire="fp8", hidden=case.hidden + 264))
+
+
+def test_slots_of_rails(four: Crews) -> None:
+    """Relays and their sources have memory for each other, and no other ranks of two nodes."""
+    for in_flight in (1, 2):
+        case = Case(1, 4, num_experts=16, top_k=4, hidden=1024, max_tokens=64, in_flight=in_flight, transport="relayed:tcp")
+        for taken, required in four.run("emulated:call", module(), "relay_cases:memory", case):
+            assert taken == required, (in_flight, taken, required)
+
+
+def test_an_old_graph(four: Crews) -> None:
+    """Refused beside an open step, and after the reset, when the memory of its proxy is gone, it does nothing."""
+    run_refused(four, "refused", small_case(seed(), 4, 1, transport="relayed:tcp"), "replay")
 
 
 @pytest.mark.parametrize(("world", "transport"), [(5, "relayed:tcp"), (7, "relayed-dealt:tcp"), (8, "relayed-dealt:tcp")])

@@ -174,11 +174,11 @@ void bind_memory(py::module_& m) {
           py::arg("device"), py::arg("fd"), py::arg("nbytes"), Unlocked())
       .def_static(
           "from_host",
-          [](int device, int fd, const Config& config) {
-            const Heap heap = heap_of(config);
+          [](int device, int fd, const HostHeap& own) {
+            const Heap heap = heap_of(own.config());
             return std::make_shared<SharedMemory>(device, fd, heap.shared_bytes, heap.remote_blocks[0], heap.shared_bytes);
           },
-          py::arg("device"), py::arg("fd"), py::arg("config"), Unlocked(), "Blocks of a mate's proxy in host memory.")
+          py::arg("device"), py::arg("fd"), py::arg("own"), Unlocked(), "Blocks of a mate's proxy in host memory, as this rank's lie there.")
       .def_static(
           "from_ipc",
           [](int device, const py::bytes& handle, std::size_t bytes) {
@@ -274,6 +274,7 @@ void bind_exchange(py::module_& m) {
             e.fail(abort_named(reason, origin, peer, step), message);
           },
           py::arg("reason"), py::arg("origin"), py::arg("peer"), py::arg("step"), py::arg("message"))
+      .def_property_readonly("network_peers", &Exchange::network_peers, "With which this rank exchanges blocks by its proxy.")
       .def("relay_bytes", &Exchange::relay_bytes, py::arg("mate"))
       .def("lay_relays", &Exchange::lay_relays, py::arg("areas"), py::arg("blocks"), Unlocked())
       .def("peer_left", &Exchange::peer_left, py::arg("peer"))

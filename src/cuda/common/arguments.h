@@ -131,6 +131,7 @@ struct Common {
   PartSizes dispatch_parts, combine_parts;  // blocks for other nodes have them
   std::uint64_t* stamps = nullptr;  // bench: when each launch began, [step mod stamp_steps][dispatch, combine]
   std::uint32_t stamp_steps = 0;
+  std::uint64_t rails = 0;  // remote peers that have slots here: with relays not all have
 #ifdef PPLX_CUDA_STAGES
   std::uint64_t* stages = nullptr;  // [stage][stage_warps]
   std::uint32_t stage_warps = 0;
@@ -246,6 +247,7 @@ struct Relays {
   std::uint8_t number[kMaxPeers] = {};  // a rank's, on its node
   std::uint8_t holder[kMaxPeers] = {};  // a source's relay on this node
   std::uint8_t nth[kMaxPeers] = {};  // a source's number among those of its relay
+  std::uint8_t slot[kMaxPeers] = {};  // and among all peers that have slots there
   std::uint8_t rank[kMaxNodeRanks] = {};  // a mate's
   std::uint32_t mates = 0;  // the living, a bit each
   std::uint64_t sources = 0;  // ranks whose relay this one is, a bit each

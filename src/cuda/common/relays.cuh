@@ -10,7 +10,7 @@ __device__ inline std::uint32_t rank_of_holder(const Relays& r, std::uint32_t so
 
 // Returns the source's block for this node, in the memory of its relay.
 __device__ inline const char* node_block(const Common& k, const Relays& r, std::uint32_t set, Op op, std::uint32_t source) {
-  return r.blocks[r.holder[source]] + k.heap.remote_slot_at(set, op, count_ranks_below(k.remote, source));
+  return r.blocks[r.holder[source]] + k.heap.remote_slot_at(set, op, r.slot[source]);
 }
 // Returns the numbers of a mate's rows in that block.
 __device__ inline std::uint32_t* rows_of_mate(const Common& k, const Relays& r, std::uint32_t set, std::uint32_t source,

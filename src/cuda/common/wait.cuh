@@ -31,11 +31,12 @@ __device__ inline std::uint32_t local_experts_of(const Common& k, std::uint32_t 
 template <bool kMappedOnly = false>
 __device__ inline char* own_slot(const Common& k, std::uint32_t set, Op op, std::uint32_t peer) {
   if (kMappedOnly || !is_remote(k, peer)) return k.peers[k.c.rank] + k.heap.slot_at(k.c, set, op, peer);
-  return k.blocks + k.heap.remote_slot_at(set, op, count_ranks_below(k.remote, peer));
+  return k.blocks + k.heap.remote_slot_at(set, op, count_ranks_below(k.rails, peer));
 }
+template <bool kMappedOnly = false>
 __device__ inline char* block_for(const Common& k, std::uint32_t set, Op op, std::uint32_t peer) {
-  if (!is_remote(k, peer)) return k.peers[peer] + k.heap.slot_at(k.c, set, op, k.c.rank);
-  return k.blocks + k.heap.spaced_send_at(k.c, set, op, count_ranks_below(k.remote, peer));
+  if (kMappedOnly || !is_remote(k, peer)) return k.peers[peer] + k.heap.slot_at(k.c, set, op, k.c.rank);
+  return k.blocks + k.heap.spaced_send_at(k.c, set, op, count_ranks_below(k.rails, peer));
 }
 // The first failure latches: here, at the host, and at every peer.
 static __device__ __noinline__ void fail(const Common& k, const Abort& what, std::uint64_t expected, std::uint64_t seen) {

@@ -127,7 +127,7 @@ __device__ inline char* block_of_sums(const CombineArguments& a, std::uint32_t s
   const std::uint32_t set = set_of(k.c, step);
   if constexpr (!kMappedOnly)
     if (has_relays(k) && is_remote(k, peer)) return block_of_mate(k, a.relays, set, peer, a.relays.number[k.c.rank]);
-  return block_for(k, set, Op::Combine, peer);
+  return block_for<kMappedOnly>(k, set, Op::Combine, peer);
 }
 // True if the proxy carries it.
 __device__ inline bool is_carried(const Common& k, std::uint32_t peer) { return is_remote(k, peer) && !has_relays(k); }

@@ -407,7 +407,7 @@ __device__ inline void send_dispatch(const DispatchArguments& a, EarlyLoads<Mode
   const Common& k = a.common;
   const std::uint32_t step = s.step, shares = min(gridDim.x, a.units);
   if (threadIdx.x < k.c.world)
-    s.rows_at[threadIdx.x] = block_for(k, set_of(k.c, step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
+    s.rows_at[threadIdx.x] = block_for<kMappedOnly>(k, set_of(k.c, step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
   Sending sending;
   std::uint32_t share = blockIdx.x;
   while (share != kNone) {

@@ -1,6 +1,7 @@
 #include "exchange.h"
 
 #include <algorithm>
+#include <bitset>
 #include <chrono>
 #include <cstdlib>
 #include <iterator>
@@ -137,16 +138,8 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
       throw Misuse("the mapped memory of rank " + std::to_string(peer) + " is smaller than its heap");
     common_.peers[peer] = theirs.data();
   }
-  if (memory_.proxied) {
-    auto blocks = memory_.blocks_on_gpu ? std::make_unique<BlockMemory>(device_, common_.heap.bytes, config.node_ranks != 0) : nullptr;
-    std::string why_not;
-    auto arrivals = memory_.gdrcopy ? GdrMemory::make(device_, common_.heap.counts, why_not) : nullptr;   // the first part of a heap
-    host_ = std::make_shared<HostHeap>(config, memory_.remote, memory_.slot_at, std::move(blocks), std::move(arrivals));
-    common_.host = host_->words_at();
-    common_.arrivals = host_->arrivals_at();
-    common_.blocks = host_->blocks_at();
-  }
-  common_.remote = memory_.remote;
+  common_.remote = common_.rails = memory_.remote;
+  if (memory_.proxied && config.node_ranks == 0) lay_host();
 #ifdef PPLX_CARRIER
   const Symmetric& symmetric = memory_.symmetric;
   if (symmetric.base != nullptr && symmetric.bytes < common_.heap.bytes) throw Misuse("the symmetric memory is smaller than the heap that is to lie there");
@@ -178,6 +171,43 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   }
 #endif
   listen();
+}
+
+void Exchange::lay_host() {
+  const Config& c = common_.c;
+  host_.reset();  // before there is another one
+  auto blocks = memory_.blocks_on_gpu ? std::make_unique<BlockMemory>(device_, common_.heap.bytes, c.node_ranks != 0) : nullptr;
+  std::string why_not;
+  auto arrivals = memory_.gdrcopy ? GdrMemory::make(device_, common_.heap.counts, why_not) : nullptr;   // the first part of a heap
+  host_ = std::make_shared<HostHeap>(c, common_.rails, memory_.slot_at, std::move(blocks), std::move(arrivals));
+  common_.host = host_->words_at();
+  common_.arrivals = host_->arrivals_at();
+  common_.blocks = host_->blocks_at();
+}
+
+// Only relays and their sources have memory for each other, and these are others after a reset.
+void Exchange::lay_rails(const std::vector<bool>& alive, const Rails& relays) {
+  Config& c = common_.c;
+  const std::vector<std::uint64_t> rails = rail_peers(c, memory_.nodes, alive);
+  const auto count = [](std::uint64_t peers) { return static_cast<std::uint32_t>(std::bitset<64>(peers).count()); };
+  const auto number_at = [&](std::uint32_t of, std::uint32_t rank) { return count(rails[rank] & ((1ull << of) - 1)); };
+  common_.rails = rails[c.rank];
+  c.remote_peers = count(common_.rails);
+  c.remote_slots = 1;
+  for (std::uint32_t rank = 0; rank < c.world; ++rank) {
+    c.remote_slots = std::max(c.remote_slots, count(rails[rank]));
+    memory_.slot_at[rank] = number_at(c.rank, rank);
+    relays_.slot[rank] = static_cast<std::uint8_t>(number_at(rank, relays.holder[rank]));
+  }
+  common_.heap = heap_of(c);
+  lay_host();
+}
+
+std::vector<std::uint32_t> Exchange::network_peers() const {
+  std::vector<std::uint32_t> peers;
+  for (std::uint32_t peer = 0; peer < common_.c.world; ++peer)
+    if (((common_.rails & ~common_.dead) >> peer & 1) != 0) peers.push_back(peer);
+  return peers;
 }
 
 void Exchange::use_hooks() {
@@ -291,11 +321,11 @@ void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
   leave_blank(common_.c, *memory_.own, own_stream_);
   forget_chunk_counts();
   forget_round_counts();
-  if (host_) host_->reset(generation);
-  listen();
   common_.generation = generation;
   common_.control = controls_ + generation % kControls;
   rebuild_order(alive);
+  if (host_) host_->reset(generation);
+  listen();
   Report fresh{};
   fresh.left = load_acquire(&common_.report->left);
   fresh.busy = load_acquire(&common_.report->busy);
@@ -327,6 +357,8 @@ void Exchange::find_relays(const std::vector<bool>& alive) {
   const Rails rails = make_rails(c, memory_.nodes, alive);
   relays_ = {};
   relay_areas_.clear();
+  relay_blocks_.clear();
+  if (c.node_ranks != 0) lay_rails(alive, rails);
   for (std::uint32_t rank = 0; rank < c.world; ++rank) {
     relays_.rep[rank] = static_cast<std::uint8_t>(rails.rep[rank]);
     relays_.number[rank] = static_cast<std::uint8_t>(rails.number[rank]);

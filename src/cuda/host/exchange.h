@@ -93,7 +93,8 @@ class Exchange {
   const Config& config() const { return common_.c; }
   std::uint32_t generation() const { return common_.generation; }
   const std::shared_ptr<SharedMemory>& memory() const { return memory_.own; }
-  const std::shared_ptr<HostHeap>& host() const { return host_; }   // none inside a node
+  const std::shared_ptr<HostHeap>& host() const { return host_; }   // none inside a node; with node_ranks one for each generation
+  std::vector<std::uint32_t> network_peers() const;                 // those with which this rank exchanges blocks by its proxy
   // With node_ranks, anew in each generation: RelayLayouts of this node's living ranks, of which it clears its own, and the mates' blocks.
   using ByRank = std::map<std::uint32_t, std::shared_ptr<SharedMemory>>;
   std::uint64_t relay_bytes(std::uint32_t mate) const;
@@ -154,6 +155,8 @@ class Exchange {
   DispatchArguments arguments_of(const Launch& launch, const Tokens& tokens, const Outputs& outputs) const;
   Strips sent_strips(const CombineArguments& a) const;
   void add_nodes(CombineArguments& a) const;
+  void lay_host();
+  void lay_rails(const std::vector<bool>& alive, const Rails& relays);
   void find_relays(const std::vector<bool>& alive);
   bool is_large(const Launch& launch, const DispatchArguments& a) const;
   void check_pieces() const;

@@ -20,7 +20,7 @@ __device__ inline void begin_to_send(const CombineArguments& a, std::uint32_t st
     const std::uint32_t peer = k.order[n], rows = a.release ? 0 : s.rows_begin[peer + 1] - s.rows_begin[peer];
     const std::uint32_t flags = flags_of(a) | (*a.received.overflowed != 0 ? kOverflowed : 0u);
     fuzz_delay(k, rows);
-    store_tagged(k, block_for(k, set, Op::Combine, peer), step, rows, flags, k.c.rank);
+    store_tagged(k, block_for<true>(k, set, Op::Combine, peer), step, rows, flags, k.c.rank);
   }
   __syncwarp();
 }

@@ -218,7 +218,7 @@ __device__ inline void send_large(const DispatchArguments& a, DispatchShared<kRo
     }
     if (a.ids != nullptr && (kRounds || !numbers_rows(a))) count_chunks<kRounds>(a, s.plan, first.number, sums, counting);
     if (!kRounds && threadIdx.x < k.c.world)
-      s.rows_at[threadIdx.x] = block_for(k, set_of(k.c, s.plan.step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
+      s.rows_at[threadIdx.x] = block_for<true>(k, set_of(k.c, s.plan.step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
     fence_shared_copies();  // where chunks were counted, tokens come
     barrier_sync<kPlanners>(kAmongPlanners);
     if constexpr (kQuantises<Mode>)

@@ -93,7 +93,7 @@ class SendDealer : RowDealer {
     const std::uint32_t place = checked(choice() < __popc(looked.choices) ? looked.place : kNone);
     const std::uint32_t placed = __ballot_sync(~0u, place != kNone);
     const char* const from = expert_row(place);
-    char* rows = block_for(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(slot_row);
+    char* rows = block_for<!kExtras>(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(slot_row);
     if (kExtras && is_remote(k_, run.source)) rows += k_.heap.piece_at(Op::Combine, round);
     const bool by_word = has_many(s_, run.source);
     mark_stage(k_, Stage::Found);

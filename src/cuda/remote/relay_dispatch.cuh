@@ -7,8 +7,9 @@
 
 namespace pplx::cuda {
 
-// Returns how many of the step's sources were claimed before.
+// Returns how many of the step's sources were claimed before, or kNone in a graph from before a reset: what they are of is gone.
 __device__ inline std::uint32_t claim_source(const Common& k, std::uint32_t step) {
+  if (load_relaxed(&k.control->failure) != 0) return kNone;
   unsigned long long* const word = &k.control->looked_after[set_of(k.c, step)][static_cast<int>(Op::Dispatch)];
   for (unsigned long long seen = load_relaxed(word);;) {
     const std::uint32_t before = static_cast<std::uint32_t>(seen) == step ? static_cast<std::uint32_t>(seen >> 32) : 0;
