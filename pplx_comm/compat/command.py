@@ -106,19 +106,21 @@ def run(package: str, command: list[str]) -> int:
         return 127
 
 
-def verdicts(package: str, source: Path, processes: int) -> Iterator[tuple[str, str, str]]:
-    """Yields test, "passed", "failed" or "refused", and why."""
+def verdicts(package: str, source: Path, processes: int, verbose: bool = False) -> Iterator[tuple[str, str, str]]:
+    """Yields test, "passed", "failed" or "refused", and why. verbose: what the tests print is printed."""
     suite = SUITES[package]
     with tempfile.TemporaryDirectory() as folder:
         for name, text in suite.stand_ins.items():
             Path(folder, name).parent.mkdir(parents=True, exist_ok=True)
             Path(folder, name).write_text(text)
-        yield from _run_all(package, suite, source, processes, folder)
+        yield from _run_all(package, suite, source, processes, folder, verbose)
     for name, reason in suite.refused.items():
         yield name, "refused", reason
 
 
-def _run_all(package: str, suite: Suite, source: Path, processes: int, further: str) -> Iterator[tuple[str, str, str]]:
+def _run_all(
+    package: str, suite: Suite, source: Path, processes: int, further: str, verbose: bool
+) -> Iterator[tuple[str, str, str]]:  # fmt: skip
     for script, *arguments in suite.scripts:
         words = [word.format(n=processes) for word in arguments]
         name = " ".join([script, *words])
@@ -128,18 +130,22 @@ def _run_all(package: str, suite: Suite, source: Path, processes: int, further: 
         folders = os.pathsep.join([further, str(source / suite.sources) if suite.sources else str((source / script).parent)])
         command = [sys.executable, *(["-m", "pytest", "-q"] if suite.pytest else []), script, *words]
         env = environment(package, folders)
-        done = subprocess.run(command, cwd=source, env=env, capture_output=True, text=True, check=False)
-        said = [line.strip() for line in (done.stdout + done.stderr).splitlines() if line.strip()]
+        done = subprocess.run(
+            command, cwd=source, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, check=False
+        )
+        if verbose:
+            print(done.stdout, end="", file=sys.stderr, flush=True)
+        said = [line.strip() for line in done.stdout.splitlines() if line.strip()]
         refusals = [line for line in said if REFUSAL in line]
         verdict = "passed" if done.returncode == 0 else "refused" if refusals else "failed"
         why = (refusals[-1:] or said[-1:] or [f"exit code {done.returncode}"])[0]
         yield name, verdict, why if verdict != "passed" or suite.pytest else ""
 
 
-def test(package: str, source: Path, processes: int) -> int:
+def test(package: str, source: Path, processes: int, verbose: bool) -> int:
     """Prints the verdicts. Returns 1 if a test failed."""
     worst = 0
-    for name, verdict, why in verdicts(package, source, processes):
+    for name, verdict, why in verdicts(package, source, processes, verbose):
         print(f"{verdict:8} {name}{': ' if why else ''}{why}", flush=True)
         worst |= verdict == "failed"
     return int(worst)
@@ -158,6 +164,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action.add_argument("package", choices=packages)
     action.add_argument("--source", type=Path, required=True, help="the checkout")
     action.add_argument("--processes", type=int, default=8, help="ranks, a GPU each (8)")
+    action.add_argument("--verbose", action="store_true", help="print what the tests print, as well: errors, their times")
 
 
 def main(given: argparse.Namespace) -> int:
@@ -166,4 +173,4 @@ def main(given: argparse.Namespace) -> int:
     if given.action == "path":
         print(search_path(given.package))
         return 0
-    return test(given.package, given.source.resolve(), given.processes)
+    return test(given.package, given.source.resolve(), given.processes, given.verbose)

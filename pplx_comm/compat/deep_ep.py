@@ -473,15 +473,14 @@ class Buffer:
         tokens, ranks, device = len(topk_idx), self.group_size, topk_idx.device
 
         def call() -> tuple[Any, ...]:
-            dropped = topk_idx < 0
-            owner = torch.where(dropped, ranks, topk_idx // (num_experts // ranks)).to(torch.int64)
+            expert = topk_idx.to(torch.int64) % (num_experts + 1)  # a dropped choice's is behind the last
+            owner = expert // (num_experts // ranks)
             wanted = torch.zeros(tokens, ranks + 1, dtype=torch.bool, device=device).scatter_(1, owner, True)
             wanted = wanted[:, :ranks].contiguous()
-            expert = torch.where(dropped, num_experts, topk_idx).flatten()
             per_expert = torch.zeros(num_experts + 1, dtype=torch.int32, device=device)
-            per_expert.index_add_(0, expert, torch.ones_like(expert, dtype=torch.int32))
-            by_node = wanted.view(tokens, self._nodes, ranks // self._nodes).any(2)
-            per_node = by_node.sum(0, dtype=torch.int32) if self._nodes > 1 else None
+            per_expert.index_add_(0, expert.flatten(), torch.ones(1, dtype=torch.int32, device=device).expand(expert.numel()))
+            by_node = wanted.view(tokens, self._nodes, ranks // self._nodes).any(2) if self._nodes > 1 else None
+            per_node = None if by_node is None else by_node.sum(0, dtype=torch.int32)
             return wanted.sum(0, dtype=torch.int32), per_node, per_expert[:num_experts], wanted
 
         made, event = self._run(call, previous_event, async_finish, topk_idx)

@@ -69,8 +69,10 @@ def test_verdicts(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert all(line.startswith("refused  ") for line in lines[2:]) and len(lines) > 2
     low.write_text("raise SystemExit('it is broken')\n")
     intranode.unlink()
-    assert main(["compat", "test", "deep_ep", "--source", str(tmp_path)]) == 1
-    lines = capsys.readouterr().out.splitlines()
+    assert main(["compat", "test", "deep_ep", "--source", str(tmp_path), "--verbose"]) == 1
+    printed = capsys.readouterr()
+    assert printed.err == "it is broken\n"
+    lines = printed.out.splitlines()
     assert lines[0].startswith("failed   tests/test_low_latency.py") and lines[0].endswith(": it is broken")
     assert lines[1].startswith("failed   tests/test_intranode.py") and lines[1].endswith("is not there")
 
