@@ -25,7 +25,7 @@ class Device(Protocol):
         """The send half, and with `halves` the receive half where one launch does both: d.received says so.
 
         apart: for as_tensors(): its tensors share no memory. zeroed: rows of d.x and d.weights that no token fills are zero.
-        unread: on all ranks nobody reads the rows, so they need not travel.
+        unread: the rows are not read on any rank, so they need not travel.
         """
 
     def dispatch_recv(self, d: Dispatched) -> None: ...

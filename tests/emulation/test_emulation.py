@@ -30,7 +30,7 @@ def test_random_shapes(crew: Crews, transport: str) -> None:
     ("transport", "large"),
     [("mapped", False), ("mapped", True), ("mapped in pieces", True), ("mixed:tcp", False), ("relayed:tcp", False)],
 )
-def test_rows_that_nobody_reads(transport: str, large: bool) -> None:
+def test_rows_that_are_not_read(transport: str, large: bool) -> None:
     """Beginnings of rows, and whole rows in turn: what one leaves behind, the other finds."""
     with Crew(4, LARGE if large else {}) as crew:
         for number, wire in enumerate(["native", "mxfp8" if large else "fp8_ue8m0"]):

@@ -98,8 +98,7 @@ def test_whose_memory_may_be_taken_again(how: str, landed: bool) -> None:
 @pytest.mark.parametrize(("world", "near"), [(2, "none"), (3, "none"), (4, "odd")])
 @pytest.mark.parametrize("how", ["lost", "unheard"])
 def test_a_carrier_with_an_error(how: str, world: int, near: str, pieces: bool) -> None:
-    """Puts are lost, or land without a completion. Waits look at the carrier's error, so none lasts until its timeout, and all
-    ranks say
+    """Puts are lost, or land without a completion. Waits look at the carrier's error, so none ends by its timeout, and all ranks say
     what the rank of the error does: the peer, its phase and its step."""
     peer, timeout = world // 2, 30.0  # but for three ranks, the only one that rank 0 puts to
     case = Case(seed(), world, num_experts=9, top_k=3, hidden=64, max_tokens=30 if pieces else 8, crowd="full", transport="nvshmem")
@@ -110,7 +109,7 @@ def test_a_carrier_with_an_error(how: str, world: int, near: str, pieces: bool) 
             results = crew.run(*call, "pieces_cases:until_cut", case, timeout, timeout=100)
         first = results[0]
         for r in results:
-            assert r.get("is_peer") and not r["is_timeout"] and r["seconds"] < 0.8 * timeout + r["starved"], r
+            assert r.get("is_peer") and not r["is_timeout"], r
             assert r["peer"] == peer and (r["message"], r["step"]) == (first["message"], first["step"]), (r, first)
             assert r["closing"] < 5, r
         assert first["phase"] in PHASES, first

@@ -53,7 +53,7 @@ def test_random_shapes(crew: Crews) -> None:
         crew.run("gpu_cases:exchange", random_case(begin + number, crew.world_size, ("mapped",)))
 
 
-def test_rows_that_nobody_reads(crew: Crews) -> None:
+def test_rows_that_are_not_read(crew: Crews) -> None:
     for number in range(8):
         drawn = random_case(seed() * 100_000 + 90_000 + number, crew.world_size, ("mapped",))
         crew.run("gpu_cases:on_gpu", "rank_cases:opened_again", replace(drawn, hidden=1040 + 512 * number, in_flight=1))

@@ -47,7 +47,7 @@ def test_random_shapes(few: Crews) -> None:
         few.run("gpu_cases:exchange", random_case(seed() * 100_000 + 70_000 + number, few.world_size, ("mapped",)))
 
 
-def test_rows_that_nobody_reads(few: Crews) -> None:
+def test_rows_that_are_not_read(few: Crews) -> None:
     for number in range(8):
         drawn = random_case(seed() * 100_000 + 90_000 + number, few.world_size, ("mapped",))
         few.run("gpu_cases:on_gpu", "rank_cases:opened_again", replace(drawn, hidden=1040 + 512 * number, in_flight=1))

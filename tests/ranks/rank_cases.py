@@ -32,7 +32,7 @@ def environment(**variables: Any) -> Iterator[None]:
     finally:
         for name, value in before.items():
             if value is None:
-                os.environ.pop(name)
+                os.environ.pop(name, None)  # other threads' ranks have the same
             else:
                 os.environ[name] = value
 
@@ -479,7 +479,7 @@ def exchange_each(me: Any, cases: list[Case]) -> list[str]:
 
 
 def opened_again(me: Any, case: Case) -> None:
-    """Each step, then one of the same ids whose rows nobody reads: its combine has the same bits."""
+    """Each step, then one of the same ids whose rows are not read: its combine has the same bits."""
     with open_all_to_all(me, case) as a2a:
         runner = Runner(me, case, a2a)
         again = a2a._steps.open_for_combine if isinstance(a2a, pc.AllToAll) else a2a.open_for_combine

@@ -166,6 +166,11 @@ void bind_structs(py::module_& m) {
 }
 
 void bind_memory(py::module_& m) {
+  py::class_<HostHeap, Carried, std::shared_ptr<HostHeap>>(m, "HostHeap", kLocal, "Blocks that the proxy moves, and their words.")
+      .def_property_readonly("pinned_bytes", &HostHeap::pinned_bytes, "Bytes of host memory.")
+      .def("descriptor", &HostHeap::descriptor, "With node_ranks: a file descriptor of the blocks; the caller closes it.")
+      .def_property_readonly("blocks_nbytes", [](const HostHeap& host) { return host.blocks() ? host.blocks()->bytes : 0; },
+                             "Bytes of the blocks in GPU memory; 0: they are in host memory.");
   py::class_<SharedMemory, std::shared_ptr<SharedMemory>>(m, "SharedMemory", kLocal, "Device memory that the ranks of a node map.")
       .def(py::init<int, std::size_t, const std::string&>(), py::arg("device"), py::arg("nbytes"), py::arg("what"), Unlocked())
       .def_static(
@@ -200,11 +205,6 @@ void bind_exchange(py::module_& m) {
       .def(py::init<>())
       .def("record", [](StreamEvent& event, Address stream) { event.record(pointer<CUstream_st>(stream)); }, py::arg("stream"))
       .def("wait", [](StreamEvent& event, Address stream) { event.wait(pointer<CUstream_st>(stream)); }, py::arg("stream"));
-  py::class_<HostHeap, Carried, std::shared_ptr<HostHeap>>(m, "HostHeap", kLocal, "Blocks that the proxy moves, and their words.")
-      .def_property_readonly("pinned_bytes", &HostHeap::pinned_bytes, "Bytes of host memory.")
-      .def("descriptor", &HostHeap::descriptor, "With node_ranks: a file descriptor of the blocks; the caller closes it.")
-      .def_property_readonly("blocks_nbytes", [](const HostHeap& host) { return host.blocks() ? host.blocks()->bytes : 0; },
-                             "Bytes of the blocks in GPU memory; 0: they are in host memory.");
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange", kLocal)
       .def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("nodes"), py::arg("remote"),
            py::arg("proxied"),

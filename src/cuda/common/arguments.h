@@ -236,7 +236,7 @@ struct Tokens {
   ScaleStrides scale;
   const void* ids = nullptr;  // null: the plan is given
   bool wide_ids = false;  // int64
-  bool unread = false;  // nobody reads the rows, on any rank: of each only a beginning travels
+  bool unread = false;  // the rows are not read on any rank: of each only a beginning travels
   std::uint32_t tokens = 0;
   const float* weights = nullptr;  // [tokens, top_k]; null: ones
 };

@@ -46,7 +46,7 @@ std::uint32_t sms_of_launch(const Config& c, std::uint32_t of_gpu, std::uint32_t
   return num_sms > 0 ? std::min(num_sms, sms) : sms;
 }
 
-// Sets how much of a dispatch row travels. c.hidden: as many of its numbers.
+// Sets how much of a dispatch row travels: c.hidden of its numbers.
 void set_rows(Common& k, const Config& c) {
   k.payload_bytes = payload_bytes(c);
   k.parts = ceil_div(k.payload_bytes, kPartBytes);

@@ -31,7 +31,7 @@ void clear(const SharedMemory& heap, cudaStream_t stream);
 // The places of counts and rows, as peers must find them: before they can write there.
 void leave_blank(const Config& config, const SharedMemory& heap, cudaStream_t stream);
 
-// A dispatch whose rows nobody reads opens a step for its combine: of each row this much travels, so that all else is as always.
+// A dispatch whose rows are not read opens a step for its combine: of each row this much travels, so that all else is as always.
 void only_beginnings(Common& k);
 
 // The number of tokens from which a step is large, as this rank's GPU would have it; num_sms: as in the constructor.
