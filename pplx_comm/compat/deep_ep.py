@@ -65,7 +65,7 @@ class EventOverlap:
 
 
 NO_EVENT = EventOverlap()
-"""Of calls without async_finish=True."""
+"""Calls without async_finish=True return it."""
 
 
 def quick(call: _Call) -> _Call:
