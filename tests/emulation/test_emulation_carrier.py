@@ -55,10 +55,11 @@ def rank_apart(a: int, b: int, transport: str) -> bool:
 @pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
 def test_the_bits_of_mapped_memory(crew: Crews, layout: str) -> None:
     wire = {"ragged": "fp8", "padded": "native", "compact": "mxfp8"}[layout]
-    case = Case(
-        seed(), crew.world_size, num_experts=9, top_k=3, hidden=96, max_tokens=12, wire=wire, layout=layout, transport="nvshmem"
-    )
-    crew.run("emulated:call", module(), "nvshmem_cases:against_mapped", case, 6)
+    for transport in ("nvshmem", "nvshmem-mixed"):
+        case = Case(
+            seed(), crew.world_size, num_experts=9, top_k=3, hidden=96, max_tokens=12, wire=wire, layout=layout, transport=transport
+        )
+        crew.run("emulated:call", module(), "nvshmem_cases:against_mapped", case, 6)
 
 
 def test_several_all_to_alls_by_kernels(crew: Crews) -> None:

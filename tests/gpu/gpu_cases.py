@@ -239,13 +239,11 @@ def both_devices(
     numbers of `tokens_of` before the rank below it.
     """
     device = gpu_of(me)
-    # The CPU device has no carrier that kernels drive.
-    on_cpu = replace(case, transport="mapped") if case.transport.startswith("nvshmem") else case
     dtype = DTYPES[case.dtype]
     g = torch.Generator().manual_seed(case.seed * 1000 + group_of(me, case))
     of_experts = torch.Generator().manual_seed(case.seed * 1000 + me.rank)
     with (
-        open_on_cpu(me, on_cpu, device="cpu", timeout=60.0) as cpu,
+        open_on_cpu(me, case.without_nvshmem, device="cpu", timeout=60.0) as cpu,
         rank_cases.open_all_to_all(me, case, device=str(device), num_sms=num_sms) as gpu,
     ):
         for step in range(steps):

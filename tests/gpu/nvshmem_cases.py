@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import pickle
-from dataclasses import replace
 from typing import Any
 
 import gpu_cases
@@ -44,14 +43,15 @@ def _tokens(case: Case, group: int, step: int, device: torch.device) -> tuple[to
 
 def _same(name: str, a: torch.Tensor | None, b: torch.Tensor | None, case: Case, step: int) -> None:
     if (a is None) != (b is None) or (a is not None and b is not None and not same_bits(a, b)):
-        raise AssertionError(f"step {step}: {name} differs from mapped's, {case}")
+        raise AssertionError(f"step {step}: {name} differs, {case}")
 
 
 def against_mapped(me: Any, case: Case, steps: int) -> None:
-    """The same steps over mapped memory and by NVSHMEM: the same bits, whole and in halves, with weights= and tails."""
+    """The same steps over mapped memory, between nodes by the proxy, and by NVSHMEM: the same bits, whole and in halves, with weights= and
+    tails."""
     device = gpu_cases.gpu_of(me)
     with (
-        rank_cases.open_all_to_all(me, replace(case, transport="mapped"), device=str(device), timeout=20.0) as mapped,
+        rank_cases.open_all_to_all(me, case.without_nvshmem, device=str(device), timeout=20.0) as mapped,
         rank_cases.open_all_to_all(me, case, device=str(device), timeout=20.0) as posted,
     ):
         for step in range(steps):

@@ -68,6 +68,11 @@ class Case:
         return tuple(rank // (self.node_size or self.world_size) for rank in range(self.world_size))
 
     @property
+    def without_nvshmem(self) -> Case:
+        """The same nodes, on which a combine's bits depend, over a carrier that every device has."""
+        return replace(self, transport={"nvshmem": "mapped", "nvshmem-mixed": "mixed:tcp"}.get(self.transport, self.transport))
+
+    @property
     def relayed(self) -> bool:
         return self.transport.startswith("relayed")
 
