@@ -213,6 +213,11 @@ class AllToAll:
 
     # ---- combine -----------------------------------------------------------------------------------------------------
 
+    def open_for_combine(self, topk_ids: torch.Tensor) -> Dispatched:
+        """A dispatch without rows, for a further combine on that routing. All ranks make this call together; d.x and d.scale mean
+        nothing. Between mapped GPUs little more than headers travels; elsewhere it takes as long as a dispatch."""
+        return self._steps.open_for_combine(topk_ids)
+
     def combine(
         self,
         expert_out: torch.Tensor,

@@ -126,7 +126,7 @@ class Lane:
     def open_for_combine(self, ids: torch.Tensor) -> Step:
         """A step without rows."""
         self._make_room()
-        return self._opened(self.a2a._steps.open_for_combine(ids))
+        return self._opened(self.a2a.open_for_combine(ids))
 
     def _make_room(self) -> None:
         if self._gpu and torch.cuda.is_current_stream_capturing():

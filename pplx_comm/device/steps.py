@@ -61,7 +61,7 @@ class Steps:
         return d if d.received or not halves & _core.RECV else self.dispatch_recv(d)
 
     def open_for_combine(self, topk_ids: torch.Tensor) -> Dispatched:
-        """A dispatch whose rows mean nothing. All ranks make the same call."""
+        """See AllToAll.open_for_combine."""
         session = self.session
         x = torch.empty((len(topk_ids), session.hidden), dtype=session.dtype, device=session.device)
         return self.dispatch(_core.BOTH, (x, topk_ids, None, None, None), unread=True)

@@ -106,7 +106,7 @@ class Carried:
         return self._dispatch(self.inner.dispatch_send, *args, **options)
 
     def open_for_combine(self, ids: torch.Tensor) -> CarriedDispatched:
-        d = CarriedDispatched(self, self.inner._steps.open_for_combine(ids.to(self.device)))
+        d = CarriedDispatched(self, self.inner.open_for_combine(ids.to(self.device)))
         self.ended()
         return d
 

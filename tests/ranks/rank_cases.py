@@ -482,14 +482,13 @@ def opened_again(me: Any, case: Case) -> None:
     """Each step, then one of the same ids whose rows are not read: its combine has the same bits."""
     with open_all_to_all(me, case) as a2a:
         runner = Runner(me, case, a2a)
-        again = a2a._steps.open_for_combine if isinstance(a2a, pc.AllToAll) else a2a.open_for_combine
         for n, step in enumerate(runner.steps):
             d = runner.dispatch(n)
             rows = runner.run_experts(d, False).clone()
             counts = d.counts.clone()
             wanted = reference.combine(case.shape, step.tokens, me.rank, weighted=False)
             must(same_bits(a2a.combine(rows, d, weighted=False), wanted), "step", n)
-            opened = again(step.tokens[me.rank].ids)
+            opened = a2a.open_for_combine(step.tokens[me.rank].ids)
             must(torch.equal(opened.counts, counts), "counts", opened.counts, "must be", counts)
             must(same_bits(a2a.combine(rows, opened, weighted=False), wanted), "the step after", n)
 

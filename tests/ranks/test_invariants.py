@@ -75,6 +75,12 @@ def test_ranks_may_be_of_one_mind(crew: Crews) -> None:
             crew.run("rank_cases:exchange", replace(case, transport=transport))
 
 
+@few(3)
+def test_opened_for_combine(crew: Crews) -> None:
+    for case in (Case(13, 3, wire="fp8", top_k=2), Case(14, 3, transport="mixed:tcp", layout="compact")):
+        crew.run("rank_cases:opened_again", case)
+
+
 @few(4)
 def test_same_bits_everywhere(crew: Crews) -> None:
     """On every transport and number of threads, and a second time. Only the nodes of ranks change bits."""
