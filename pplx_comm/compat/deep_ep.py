@@ -560,7 +560,6 @@ class Buffer:
         return made[0] if scale is None else made, None, None, None, None, event
 
     @quick
-    @quick
     def combine(
         self,
         x: torch.Tensor,
