@@ -732,16 +732,6 @@ MUTANTS = [
         kernels=WHOLE,
     ),
     Mutant(
-        "relays: an old graph looks for node blocks",
-        "src/cuda/remote/relay_dispatch.cuh",
-        "  if (load_relaxed(&k.control->failure) != 0) return kNone;\n",
-        "",
-        "after a reset it reads memory that is gone",
-        "test_an_old_graph",
-        "_cuda",
-        kernels=WHOLE,
-    ),
-    Mutant(
         "relays: a node block lies where its number among a relay's sources says",
         "src/cuda/common/relays.cuh",
         "remote_slot_at(set, op, r.slot[source])",
