@@ -55,9 +55,9 @@ def test_an_old_graph(four: Crews) -> None:
     run_refused(four, "refused", small_case(seed(), 4, 1, transport="relayed:tcp"), "replay")
 
 
-@pytest.mark.parametrize(("world", "transport"), [(5, "relayed:tcp"), (7, "relayed-dealt:tcp"), (8, "relayed-dealt:tcp")])
+@pytest.mark.parametrize(("world", "transport"), [(5, "relayed:tcp"), (5, "relayed-alone:tcp"), (7, "relayed-dealt:tcp")])
 def test_nodes_of_other_sizes(world: int, transport: str) -> None:
-    """2, 2 and 1 ranks; 4 and 3; 4 and 4."""
+    """2, 2 and 1 ranks; 1, 2 and 2; 4 and 3."""
     with Crew(world) as crew:
         for number in numbers(2):
             crew.run("emulated:call", module(), "rank_cases:exchange", drawn(71_000, number, world, transport), timeout=100)

@@ -62,7 +62,10 @@ class Case:
 
     @property
     def nodes(self) -> tuple[int, ...]:
-        """The node of each rank. "dealt": two nodes, to which ranks are dealt in turn, groups of replicas together."""
+        """The node of each rank. "dealt": two nodes, to which ranks are dealt in turn, groups of replicas together. "alone": rank 0 is
+        alone, the others are two by two."""
+        if "alone" in self.transport:
+            return tuple((rank + 1) // 2 for rank in range(self.world_size))
         if "dealt" in self.transport:
             return tuple(rank // self.replicas % 2 for rank in range(self.world_size))
         return tuple(rank // (self.node_size or self.world_size) for rank in range(self.world_size))

@@ -66,6 +66,7 @@ def open_all_to_all(me: Any, case: Case, **changes: Any) -> pc.AllToAll:
         "dealt": {"transport": "auto", "provider": provider},
         "relayed": {"transport": "auto", "provider": provider, "dedup": "node"},
         "relayed-dealt": {"transport": "auto", "provider": provider, "dedup": "node"},
+        "relayed-alone": {"transport": "auto", "provider": provider, "dedup": "node"},
         "relayed-copy": {"transport": "auto", "provider": "copy", "placement": "device", "dedup": "node"},
     }[kind]
     arguments: dict[str, Any] = {
@@ -76,7 +77,8 @@ def open_all_to_all(me: Any, case: Case, **changes: Any) -> pc.AllToAll:
         "proxy_threads": case.proxy_threads, "node_size": case.node_size, "timeout": 10.0, **where, **changes,
     }  # fmt: skip
     arguments["timeout"] = float(os.environ.get("PPLX_TEST_STEP_TIMEOUT", arguments["timeout"]))
-    with environment(PPLX_COMM_THREADS=case.threads), _dealt(me, case) if "dealt" in kind else contextlib.nullcontext():
+    dealt = _dealt(me, case) if "dealt" in kind or "alone" in kind else contextlib.nullcontext()
+    with environment(PPLX_COMM_THREADS=case.threads), dealt:
         return begins_at(case.first_step)(me.comm, **arguments)
 
 
