@@ -652,16 +652,6 @@ MUTANTS = [
         "_cuda",
     ),
     Mutant(
-        "relays: a row is read before its number is there",
-        "src/cuda/remote/dispatch_extras.cuh",
-        "const bool good = threadIdx.x % 32 != 0 ||\n                      wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, source)",
-        "const bool good = true || wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, source)",
-        "a mate copies another row, or what is no row",
-        RELAYED,
-        "_cuda",
-        kernels=WHOLE,
-    ),
-    Mutant(
         "relays: a mask of numbers is one of ranks",
         "src/cuda/remote/dispatch_extras.cuh",
         "goes ? 1u << a.relays.number[rank] : 0",
