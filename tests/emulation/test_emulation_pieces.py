@@ -130,7 +130,7 @@ def test_pieces_with_one_resident_thread_block(room: int, transport: str) -> Non
 def test_pieces_of_ranks_with_few(transport: str, layout: str) -> None:
     """Those have one round, or no rows, beside the rounds of others; steps of few alone come in between."""
     with Crew(3) as crew:
-        for number, whole in enumerate([16, 24 if layout == "ragged" else 16], 200 if layout == "ragged" else 202):
+        for number, whole in {"ragged": [(200, 16), (201, 24)], "compact": [(202, 16), (203, 16), (204, 16)]}[layout]:
             case = replace(piece_case(number, 3), max_tokens=60, crowd="uneven", num_experts=6, routing="uniform", steps=6)
             case = replace(case, transport=transport, layout=layout, hidden=2048 if layout == "compact" else case.hidden)
             crew.run("emulated:in_pieces", module(), whole, "rank_cases:exchange", case, timeout=120)

@@ -384,7 +384,7 @@ def lost_peer(me: Any, case: Case, timeout: float) -> Any:
         if me.rank == me.world_size - 1:
             until = time.monotonic() + 20 * timeout
             while me.comm.failure is None and time.monotonic() < until:
-                time.sleep(0.01)
+                time.sleep(0.01)  # a poll: callbacks of a failure come to another thread
             return "silent"
         x = torch.zeros(case.max_tokens, case.hidden, dtype=DTYPES[case.dtype], device=device)
         a2a.dispatch(x, torch.zeros(case.max_tokens, case.top_k, dtype=torch.int64, device=device))
@@ -417,7 +417,7 @@ def killed(me: Any, case: Case, victim: int) -> Any:
     me.comm.barrier()
     if me.rank == victim:
         me.say("dying")
-        time.sleep(60)
+        time.sleep(60)  # it is killed meanwhile
     other = torch.cuda.Stream()
     until, peer, at = time.monotonic() + 20, None, 0.0
     with contextlib.suppress(pc.PeerError):  # may be the first call that hears of it

@@ -47,7 +47,7 @@ def _same(name: str, a: torch.Tensor | None, b: torch.Tensor | None, case: Case,
 
 
 def against_mapped(me: Any, case: Case, steps: int) -> None:
-    """The same steps over mapped memory, between nodes by the proxy, and by NVSHMEM: the same bits, whole and in halves, with weights= and
+    """Steps over mapped memory, between nodes by the proxy, and by NVSHMEM have the same bits, whole and in halves, with weights= and
     tails."""
     device = gpu_cases.gpu_of(me)
     with (

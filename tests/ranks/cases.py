@@ -72,7 +72,7 @@ class Case:
 
     @property
     def without_nvshmem(self) -> Case:
-        """The same nodes, on which a combine's bits depend, over a carrier that every device has."""
+        """A carrier that every device has in place of NVSHMEM, with the same nodes, on which a combine's bits depend."""
         return replace(self, transport={"nvshmem": "mapped", "nvshmem-mixed": "mixed:tcp"}.get(self.transport, self.transport))
 
     @property

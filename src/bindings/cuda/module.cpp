@@ -183,7 +183,8 @@ void bind_memory(py::module_& m) {
             const Heap heap = heap_of(own.config());
             return std::make_shared<SharedMemory>(device, fd, heap.shared_bytes, heap.remote_blocks[0], heap.shared_bytes);
           },
-          py::arg("device"), py::arg("fd"), py::arg("own"), Unlocked(), "Blocks of a mate's proxy in host memory, as this rank's lie there.")
+          py::arg("device"), py::arg("fd"), py::arg("own"), Unlocked(),
+          "Blocks of a mate's proxy in host memory, as this rank's lie there.")
       .def_static(
           "from_ipc",
           [](int device, const py::bytes& handle, std::size_t bytes) {
