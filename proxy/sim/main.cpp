@@ -183,7 +183,7 @@ bool report(const Totals& t, std::uint64_t at_least) {
 
 // ---- the long run: totals and the next seed, in a file that is replaced as a whole ----
 
-constexpr std::uint64_t kChunk = 50;   // seeds of a process between two writes of the state
+constexpr std::uint64_t kChunk = 250;  // seeds of a process between two writes of the state
 
 std::uint64_t read_state(const std::string& file, Totals& totals) {
   std::ifstream in(file);

@@ -9,8 +9,12 @@ namespace {
 constexpr int kLinkError = 104, kRemoteAccess = 13;
 constexpr std::size_t kHistory = 64;
 // Five bits of the step travel, and three of the piece, so an immediate that is 32 steps or eight pieces old looks current. No
-// network repeats that late: what is repeated is among the last few of its stream.
-constexpr std::uint64_t kRecent = 4;
+// network repeats that late: what is repeated is among the last few steps of its source, and the last few pieces of its stream.
+constexpr std::uint64_t kRecentSteps = 12;   // eight may be open
+constexpr std::uint64_t kRecentPieces = 4;
+
+// What counts steps: a source and an AllToAll. Not each step has weights, so these cannot count for themselves.
+std::uint32_t steps_of(std::uint32_t immediate) { return immediate & 0x1fff0000u; }
 
 // The stream that an immediate belongs to. A credit has no shards; there they name an op.
 std::uint32_t stream_of(std::uint32_t immediate) {
@@ -348,27 +352,30 @@ void Network::arrive(std::uint32_t number, Flight& f) {
 }
 
 bool Network::is_recent(const Port& port, const Arrival& arrival) {
-  const auto stream = port.streams.find(stream_of(arrival.immediate));
-  if (stream == port.streams.end() || arrival.step + kRecent < stream->second.step) return false;
-  const auto piece = stream->second.pieces.find(arrival.step);
-  return piece != stream->second.pieces.end() && arrival.piece + kRecent >= piece->second;
+  const auto newest = port.steps.find(steps_of(arrival.immediate));
+  if (newest == port.steps.end() || arrival.step + kRecentSteps < newest->second) return false;
+  const auto pieces = port.streams.find(stream_of(arrival.immediate));
+  if (pieces == port.streams.end()) return false;
+  const auto piece = pieces->second.find(arrival.step);
+  return piece != pieces->second.end() && arrival.piece + kRecentPieces >= piece->second;
 }
 
 // Steps, and pieces of a step, come in any order, but none is overtaken by half the count that its number can tell apart.
 Network::Arrival Network::note(Port& port, std::uint32_t immediate) {
   const Immediate i = unpack(immediate);
-  Stream& stream = port.streams[stream_of(immediate)];
-  if (stream.step == 0) stream.step = 32 + i.step;
-  const std::uint32_t step_ahead = (i.step - static_cast<std::uint32_t>(stream.step)) & 31u;
+  std::uint64_t& newest_step = port.steps[steps_of(immediate)];
+  Pieces& pieces = port.streams[stream_of(immediate)];
+  if (newest_step == 0) newest_step = 32 + i.step;
+  const std::uint32_t step_ahead = (i.step - static_cast<std::uint32_t>(newest_step)) & 31u;
   const bool late_step = step_ahead > 16;
-  Arrival at{immediate, late_step ? stream.step - (32 - step_ahead) : stream.step + step_ahead};
-  stream.step = std::max(stream.step, at.step);
-  std::uint64_t& newest = stream.pieces.try_emplace(at.step, 8 + i.piece).first->second;
+  Arrival at{immediate, late_step ? newest_step - (32 - step_ahead) : newest_step + step_ahead};
+  newest_step = std::max(newest_step, at.step);
+  std::uint64_t& newest = pieces.try_emplace(at.step, 8 + i.piece).first->second;
   const std::uint32_t piece_ahead = (i.piece - static_cast<std::uint32_t>(newest)) & 7u;
-  const bool late_piece = piece_ahead > kRecent;
+  const bool late_piece = piece_ahead > kRecentPieces;
   at.piece = late_piece ? newest - (8 - piece_ahead) : newest + piece_ahead;
   newest = std::max(newest, at.piece);
-  while (stream.pieces.begin()->first + 16 < stream.step) stream.pieces.erase(stream.pieces.begin());
+  while (pieces.begin()->first + 16 < newest_step) pieces.erase(pieces.begin());
   if (i.op == Op::Credit) {
     totals_.count(Fault::Credit);
     if (late_step || late_piece) totals_.count(Fault::CreditReordered);

@@ -74,10 +74,7 @@ class Network final : public Clock::Task {
     bool repeated = false;                               // Arrived: this is
     Arrival repeats;
   };
-  struct Stream {
-    std::uint64_t step = 0;                              // the newest one; 0: there was none
-    std::map<std::uint64_t, std::uint64_t> pieces;       // step -> newest piece, for the last few steps
-  };
+  using Pieces = std::map<std::uint64_t, std::uint64_t>;   // of a stream: step -> newest piece, for the last few steps
   struct Port {
     std::uint32_t number = 0, rank = 0;
     int endpoints = 1;
@@ -92,7 +89,8 @@ class Network final : public Clock::Task {
     bool overran = false;
     std::unordered_map<int, Time> busy_until;            // indexed by peer
     std::deque<Arrival> history;                         // candidates for replay
-    std::unordered_map<std::uint32_t, Stream> streams;
+    std::unordered_map<std::uint32_t, std::uint64_t> steps;   // the newest of each source and AllToAll
+    std::unordered_map<std::uint32_t, Pieces> streams;
     std::function<void()> on_ready;
   };
 
