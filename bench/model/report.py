@@ -53,9 +53,6 @@ three at once. So much is to be won for large steps by node.
 WHY = """\
 What is off by more than 10 %, and why:
 
-- 128 tokens, most of all EP16: the proxy dealt blocks to NICs by peer when this was predicted. Once per node a rank of EP16 has one
-  network peer, and its parts, of less than 256 KiB each, all left by one of two NICs. *Split* is below what was expected; 6 us of
-  that are today's kernels. Since then parts take NICs in turn, so *split* is nearer. On p5, with four NICs, it matters more.
 - 4096 tokens: the last part of a block, or the last two, have most of its rows. Mates pull those after they have landed, when the
   network has nothing left to do. A relay begins to add when its rank has stored all of its own sums, so the network begins late.
   Finer parts for large blocks, and a relay's sums before those for the own node, would win some of that back; rows that cost no
