@@ -22,7 +22,9 @@ GRACE = 5.0
 Environment = Mapping[str, str | None]
 """None removes a variable."""
 PATIENCE = 180.0
-"""Seconds for what no test gives a time: on a busy machine too, and less than pytest's own limit."""
+"""Seconds for what no test gives a time."""
+LONGEST = 840.0
+"""Seconds for a call on the busiest machine: less than pytest's own limit, which would not say where the ranks are."""
 
 
 def allowed(seconds: float) -> float:
@@ -110,7 +112,7 @@ class Crew:
         """The first rank that fails is named first, and ends the waiting for those that hang for it."""
         wanted = list(self.ranks if ranks is None else ranks)
         waiting: dict[Any, int] = {self._pipes[rank]: rank for rank in wanted}
-        timeout = allowed(timeout)
+        timeout = min(allowed(timeout), max(timeout, LONGEST))
         deadline, late = time.monotonic() + timeout, f"{timeout:g} s"
         results: dict[int, Any] = {}
         problems: list[str] = []
