@@ -497,7 +497,7 @@ class Carried:
     An AllToAll as its proxy sees it.
     """
 class Exchange(Carried):
-    def __init__(self, config: Config, own: Mapping, peers: collections.abc.Mapping[int, Mapping], nodes: collections.abc.Sequence[int], threads: int, timeout: float) -> None:
+    def __init__(self, config: Config, own: Mapping, peers: collections.abc.Mapping[int, Mapping], nodes: collections.abc.Sequence[int], threads: int, timeout: float, counts: bool) -> None:
         ...
     def check_order(self, step: int) -> None:
         """
@@ -651,7 +651,7 @@ class Proxy:
         ...
     def register_memory(self, carried: Carried) -> LocalRegion:
         ...
-    def stats(self) -> dict:
+    def stats(self, fresh: bool) -> dict:
         ...
     def takes_turns(self, within: float) -> bool:
         """

@@ -157,6 +157,8 @@ class Exchange:
         """
         Device memory, int64 [steps, 2]: when the dispatch and the combine of each step began, in ns; 0 ends it.
         """
+    def stats(self) -> dict:
+        ...
     def use_hooks(self) -> None:
         """
         Once, before the first step that has hooks.
@@ -175,12 +177,6 @@ class Exchange:
         Memory that the proxy carries for; None inside a node.
         """
     @property
-    def large_combines(self) -> int:
-        ...
-    @property
-    def large_dispatches(self) -> int:
-        ...
-    @property
     def large_tokens(self) -> int:
         """
         Steps of this many tokens or more are large, where any are.
@@ -197,9 +193,6 @@ class Exchange:
         """
     @property
     def open_steps(self) -> int:
-        ...
-    @property
-    def steps(self) -> int:
         ...
 class PlanLayout:
     """

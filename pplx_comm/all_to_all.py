@@ -306,16 +306,33 @@ class AllToAll:
         return self._comm.recovery.reset(timeout, self._steps)
 
     def stats(self) -> dict[str, Any]:
-        """Counters since construction; after close() as they were then, without `proxy`.
+        """Counters since construction, the same keys on both devices; after close() as they were then.
 
-        steps, open_steps: those taken, and those whose memory is held.
-        proxy: the proxy's counters, and the bytes of each of its NICs; only where there is one.
-        rows_sent, rows_received, bytes_sent, bytes_received: to and from other ranks; only on CPUs.
-        dispatch_send_seconds, dispatch_recv_seconds, combine_send_seconds, combine_recv_seconds: only on CPUs.
-        large_tokens: steps of this many tokens or more take the large kernels; only on GPUs.
-        large_dispatches, large_combines: launches of large kernels; only on GPUs.
+        object: the AllToAll's number among those that are open, the same on all ranks.
+        counted: False on GPUs, whose kernels count nothing yet, and with PPLX_COMM_STATS=0. Then `steps`, `open_steps`,
+            `large_dispatches`, `large_combines` and `proxy` are all that is known.
+        steps, open_steps: those that were combined or released, and those whose memory is held; of the host's own calls, not of
+            what graphs replay.
+        tokens: of this rank, in all dispatches.
+        rows_sent, rows_received, bytes_sent, bytes_received: lists by rank, of dispatches and combines; nothing for oneself. Bytes
+            are those of rows and headers.
+        expert_rows: a list by local expert of the rows that it got.
+        dispatch_wait_seconds, combine_wait_seconds: lists by rank of how long this one waited for its rows with nothing to do.
+        phases: for `dispatch_send`, `dispatch_recv`, `combine_send` and `combine_recv`: `seconds`, and `buckets`, a list. Bucket i
+            has the times of less than 2^i microseconds that are in no bucket before it, the last one all others.
+        large_dispatches, large_combines: launches of the kernels for many tokens; on CPUs 0.
+        large_tokens: steps of this many tokens or more take those; only on GPUs.
+        proxy: only where there is one: its `provider`, `writes`, `bytes`, `again` (posts that the NIC refused for the moment),
+            `dropped` and `duplicates` (of what arrived), `errors`, `deepest` (the most writes in flight), and `nics`, with the
+            `writes` and `bytes` of each. AllToAlls of one Communicator share proxies.
         """
         return self._steps.stats()
+
+    def waits(self, half: str) -> torch.Tensor:
+        """int64 [world_size], on the device of this AllToAll: for how many nanoseconds this rank has waited for each rank's rows so
+        far, in `half`, "dispatch" or "combine". Raises an Error on GPUs, whose kernels count nothing yet.
+        """
+        return self._steps.waits(half)
 
     def explain(self, tokens: int) -> list[dict[str, Any]]:
         """The launches of a step in which this rank has `tokens` tokens: a dispatch and a combine, each in one launch.

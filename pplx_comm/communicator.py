@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
+from pplx_comm import metrics
 from pplx_comm.control.assemble import assemble
 from pplx_comm.control.deadlines import DEFAULT_TIMEOUT, checked_timeout
 from pplx_comm.control.failure import Failure
@@ -49,7 +51,9 @@ class Communicator:
         self.local_rank = node_of[: self.rank].count(self.node_rank)
         name_rank(self.rank)
         log.info("rank %d of %d: node %d, with %d ranks", self.rank, self.world_size, self.node_rank, self.node_size)
+        self._failures: Counter[str] = Counter({"death": 0, "abort": 0, "timeout": 0, "closed": 0})
         self.control.on_failure(self._note)
+        self.control.on_close(metrics.watch(self))
 
     @classmethod
     def from_mpi(cls, comm: Any = None, *, node_size: int | None = None, timeout: float = DEFAULT_TIMEOUT) -> Communicator:
@@ -157,7 +161,26 @@ class Communicator:
         """
         return self.control.on_failure(callback)
 
+    def stats(self) -> dict[str, Any]:
+        """The counters of this rank, also after close().
+
+        rank, world_size: of this Communicator.
+        generation: how often the ranks that are left have agreed, by reset().
+        alive: the ranks that neither died nor left, as far as this one knows.
+        failures: how often each kind of Failure was heard of.
+        all_to_alls: what `AllToAll.stats` returns, for each that is not yet garbage.
+        """
+        return {
+            "rank": self.rank,
+            "world_size": self.world_size,
+            "generation": self.control.generation,
+            "alive": [rank for rank, alive in enumerate(self.control.alive()) if alive],
+            "failures": dict(self._failures),
+            "all_to_alls": self.recovery.stats(),
+        }
+
     def _note(self, failure: Failure) -> None:
+        self._failures[failure.kind] += 1
         log.info("%s", failure.message)
 
     @property

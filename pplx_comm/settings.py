@@ -1,10 +1,10 @@
 """Every environment variable of this library: its type, default and meaning, and the one function that reads it.
 
-`read(Log)` is called when the package is imported, `read(Start)` when a Communicator starts, `read(Settings)` when an
-AllToAll is made, `read(Serving)` and `read(Sglang)` when vLLM or SGLang asks for its plug-in, `read(Compat)` when a shadow
-package makes a Communicator; a variable that changes later changes nothing that stands. `foreign()` reads the variables of
-other programs. What the launcher says (RANK, OMPI_COMM_WORLD_RANK, SLURM_PROCID, ...) is read in control/launch.py, from
-`whole_environment()`.
+`read(Log)` is called when the package is imported, `read(Start)` and `read(Metrics)` when a Communicator starts,
+`read(Settings)` when an AllToAll is made, `read(Serving)` and `read(Sglang)` when vLLM or SGLang asks for its plug-in,
+`read(Compat)` when a shadow package makes a Communicator; a variable that changes later changes nothing that stands. `foreign()`
+reads the variables of other programs. What the launcher says (RANK, OMPI_COMM_WORLD_RANK, SLURM_PROCID, ...) is read in
+control/launch.py, from `whole_environment()`.
 
 `make docs` writes the table of docs/tuning.md from this file.
 """
@@ -143,6 +143,20 @@ class Log:
 
 
 @dataclass(frozen=True)
+class Metrics:
+    """Settings of a Communicator."""
+
+    folder: str | None = _variable(
+        "PPLX_COMM_METRICS", _absolute, "an absolute path",
+        "Every Communicator keeps a file of its counters in that folder, for Prometheus (a node exporter's textfile collector)",
+        default="none",
+    )  # fmt: skip
+    seconds: int = _variable(
+        "PPLX_COMM_METRICS_SECONDS", _whole(1, 86400), "1 to 86400", "How often the file is written", value=10, default="10",
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
 class Start:
     """Settings of Communicator.from_env()."""
 
@@ -214,6 +228,10 @@ class Settings:
         "PPLX_COMM_PART_BYTES", _whole(1, 2**40), "1 to 2^40",
         "On GPUs, a block for another node leaves in up to eight parts of at least this size; the same on all ranks",
         value=64 * 1024, default="65536",
+    )  # fmt: skip
+    stats: bool = _variable(
+        "PPLX_COMM_STATS", _flag, "0 or 1", "0 counts nothing for stats(), to see what that costs; kernels count nothing yet",
+        value=True, default="1",
     )  # fmt: skip
     gdrcopy: bool = _variable(
         "PPLX_COMM_GDRCOPY", _flag, "0 or 1", "0 disables GDRCopy", value=True, default="1",

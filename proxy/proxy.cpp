@@ -320,14 +320,17 @@ bool Proxy::post_shards(Object& object, const Job& job, const std::uint32_t* to_
       }
     } catch (const FabricError& error) {
       out.posted = out.shards;
+      ++stats_.errors;
       if (object.o.on_failure) object.o.on_failure({job.peer, job.op, out.step, error.what()});
       return true;
     }
     ++out.posted;
     ++object.outstanding;
     ++outstanding_;
+    stats_.deepest = std::max<std::uint64_t>(stats_.deepest, outstanding_);
     ++stats_.writes;
     stats_.bytes += w.bytes;
+    ++stats_.endpoint_writes[endpoint];
     stats_.endpoint_bytes[endpoint] += w.bytes;
     moved = true;
   }
@@ -472,6 +475,7 @@ void Proxy::left(Object& object, std::uint32_t word) {
 }
 
 void Proxy::failed(const Completion& completion) {
+  ++stats_.errors;
   const std::string why = fabric_.describe_error(completion) + " on " + fabric_.endpoint_name(completion.endpoint);
   if (!completion.has_context) {
     fail_all(why);

@@ -60,7 +60,9 @@ struct ProxyStats {
   std::uint64_t again = 0;         // posts that the fabric asked to repeat
   std::uint64_t dropped = 0;       // immediates of no open step
   std::uint64_t duplicates = 0;    // shards that had landed already
-  std::uint64_t endpoint_bytes[kMaxEndpoints] = {};   // share of `bytes`, by the endpoint that posted them
+  std::uint64_t errors = 0;        // posts and writes that failed
+  std::uint64_t deepest = 0;       // the most writes that were in flight
+  std::uint64_t endpoint_writes[kMaxEndpoints] = {}, endpoint_bytes[kMaxEndpoints] = {};   // indexed by endpoint
 };
 
 class Proxy {

@@ -30,6 +30,10 @@ fi
 if [ "$(id -u)" = 0 ] && ! PATH=$PATH:/usr/sbin:/sbin command -v tc >/dev/null && ! system_packages iproute2; then
     echo "NOTE: no ip and tc commands, and no way to install iproute2 from here. Tests of several hosts are skipped." >&2
 fi
+# Only for tests of metrics.
+if ! command -v promtool >/dev/null && ! system_packages prometheus; then
+    echo "NOTE: no prometheus, and no way to install it from here. Two tests of metrics fail." >&2
+fi
 
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
 pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
@@ -47,7 +51,7 @@ has=$(cmake --version 2>/dev/null | sed -n 's/^cmake version \([0-9.]*\).*/\1/p'
 { [ -n "$has" ] && at_least "$wanted" "$has"; } || tools+=("cmake>=$wanted")
 # The mpich wheel brings its own mpirun, which works as root and with more ranks than cores.
 "${pip[@]}" -c constraints.txt scikit-build-core pybind11 numpy mpich mpi4py \
-    pytest pytest-timeout pytest-xdist hypothesis matplotlib ruff mypy import-linter pybind11-stubgen "${tools[@]}"
+    pytest pytest-timeout pytest-xdist hypothesis matplotlib ruff mypy import-linter pybind11-stubgen prometheus_client "${tools[@]}"
 
 # An older libfabric for tests of the efa provider: that of a wheel whose MPI is not used.
 if [ ! -d "$venv/libfabric-1.22" ]; then

@@ -41,14 +41,14 @@ class Ours:
         if checks:
             self._poison(batch, self._throw_away(batch))
 
-        before = a2a.stats()["bytes_sent"]
+        before = sum(a2a.stats()["bytes_sent"])
         d = clock.time(self.name, "dispatch", lambda: a2a.dispatch(x, ids, weights))
-        between = a2a.stats()["bytes_sent"]
+        between = sum(a2a.stats()["bytes_sent"])
         if checks:
             checks.dispatched(self.name, d)
         clock.time(self.name, "combine", lambda: a2a.combine(expert_out, d, out=self._y))
         if clock.recording:
-            self.traffic.count(between - before, a2a.stats()["bytes_sent"] - between)
+            self.traffic.count(between - before, sum(a2a.stats()["bytes_sent"]) - between)
         if checks:
             checks.combined(self.name, self._y, self._nodes)
             self._poison(batch, d)

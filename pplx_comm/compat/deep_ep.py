@@ -31,7 +31,6 @@ PACKED = 4 * Wire.FP8.scale_block
 WIRES = (Wire.NATIVE, Wire.FP8, Wire.FP8_UE8M0)
 MOST_CHOICES = 16
 _Call = TypeVar("_Call", bound=Callable[..., Any])
-LATE = "leave it out; pplx_comm.StepTimeout names a late rank"
 
 
 class EventHandle:
@@ -142,6 +141,16 @@ class Handle(Routes, Sequence[Any]):
         return (self[index] for index in range(len(self)))
 
 
+def _noting(lane: Lane, half: str, costs: torch.Tensor) -> Callable[[], None]:
+    """Returns what adds the nanoseconds that are waited from now on."""
+    before = lane.a2a.waits(half)
+
+    def note() -> None:
+        costs.add_(lane.a2a.waits(half) - before)
+
+    return note
+
+
 class LowLatencyHandle(Handle):
     given: torch.Tensor | None = None
     """See get_next_low_latency_combine_buffer."""
@@ -151,18 +160,21 @@ class LowLatencyHandle(Handle):
         self.ids, self.step, self.ranks, self.shape = ids, None, world_size, shape
 
     def receive(
-        self, lane: Lane, x: torch.Tensor, hook: bool, stats: torch.Tensor | None, packs: bool
+        self, lane: Lane, x: torch.Tensor, hook: bool, stats: torch.Tensor | None, waits: torch.Tensor | None, packs: bool
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, Step]:
         """Rows, scales, counts, and their step. hook: they are there once it was received. packs: scales as UE8M0."""
+        noted = None if waits is None else _noting(lane, "dispatch", waits)
         step = self.dispatch(lane, x, send_only=hook)
         d = step.rows()
         scale = d.scale
-        if packs or stats is not None:
+        if packs or stats is not None or noted is not None:
             packed = scale = _packed_like(scale) if packs and scale is not None else scale
 
             def then() -> None:
                 if stats is not None:
                     stats.add_(d.counts)
+                if noted is not None:
+                    noted()
                 if packs and d.scale is not None and packed is not None:
                     _pack(d.scale, packed)
 
@@ -173,13 +185,19 @@ class LowLatencyHandle(Handle):
         return d.x, scale, d.counts, step
 
     def combine(
-        self, lane: Lane, x: torch.Tensor, hook: bool, weights: torch.Tensor, out: torch.Tensor | None
+        self, lane: Lane, x: torch.Tensor, hook: bool, weights: torch.Tensor, out: torch.Tensor | None, waits: torch.Tensor | None
     ) -> tuple[torch.Tensor, Step]:
         """hook: the sums are there once the step has finished."""
         step = self.open_step(lane)
         if hook and out is None:
             out = torch.empty((len(self.ids), lane.a2a.hidden), dtype=x.dtype, device=x.device)
-        return step.combine(x, send_only=hook, weights=weights, out=out), step
+        noted = None if waits is None else _noting(lane, "combine", waits)
+        y = step.combine(x, send_only=hook, weights=weights, out=out)
+        if hook:
+            step.then = noted
+        elif noted is not None:
+            noted()
+        return y, step
 
     def elements(self) -> tuple[Any, ...]:
         return (self.sources, self._layout_range, *self.shape)
@@ -361,8 +379,6 @@ class Buffer:
         x_global_scale: torch.Tensor | None = None,
         use_nvfp4: bool = False,
     ) -> tuple[Any, torch.Tensor, LowLatencyHandle, EventOverlap, Callable[[], None] | None]:
-        if dispatch_wait_recv_cost_stats is not None:
-            raise refuse("low_latency_dispatch", "dispatch_wait_recv_cost_stats=", LATE)
         if use_nvfp4 or x_global_scale is not None:
             raise refuse("low_latency_dispatch", "use_nvfp4=", "use use_fp8=True, or use_fp8=False and quantise what is received")
         if use_ue8m0 and not (use_fp8 and round_scale):
@@ -373,12 +389,12 @@ class Buffer:
         shape = num_max_dispatch_tokens_per_rank, x.shape[1], num_experts
         lane = self._low_latency(shape, topk_idx.shape[1], x, 1 + round_scale if use_fp8 else 0)
         handle = LowLatencyHandle(topk_idx, self.group_size, shape)
-        stats = cumulative_local_expert_recv_stats
+        stats, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         if async_finish:
-            call = functools.partial(handle.receive, lane, x, False, stats, use_ue8m0)
-            (rows, scale, counts, _), event = self._run(call, None, True, x, topk_idx, stats)
+            call = functools.partial(handle.receive, lane, x, False, stats, waits, use_ue8m0)
+            (rows, scale, counts, _), event = self._run(call, None, True, x, topk_idx, stats, waits)
             return (rows, scale) if use_fp8 else rows, counts, handle, event, None
-        rows, scale, counts, step = handle.receive(lane, x, return_recv_hook, stats, use_ue8m0)
+        rows, scale, counts, step = handle.receive(lane, x, return_recv_hook, stats, waits, use_ue8m0)
         return (rows, scale) if use_fp8 else rows, counts, handle, NO_EVENT, step.receive if return_recv_hook else None
 
     @quick
@@ -400,8 +416,6 @@ class Buffer:
     ) -> tuple[torch.Tensor, EventOverlap, Callable[[], None] | None]:
         if use_logfmt:
             raise refuse("low_latency_combine", "use_logfmt=True", "leave it out: rows return in their own dtype, one per rank")
-        if combine_wait_recv_cost_stats is not None:
-            raise refuse("low_latency_combine", "combine_wait_recv_cost_stats=", LATE)
         if overlap:
             raise refuse("low_latency_combine", "overlap=True", "leave it out, in SGLang --enable-single-batch-overlap")
         _one_of_both("low_latency_combine", async_finish, return_recv_hook)
@@ -414,10 +428,11 @@ class Buffer:
         if topk_idx is not ids and topk_idx.data_ptr() != ids.data_ptr():
             topk_weights = topk_weights.masked_fill(topk_idx < 0, 0.0)  # choices that were dropped since the dispatch
         if async_finish:
-            call = functools.partial(handle.combine, lane, x, False, topk_weights, out)
-            (y, _), event = self._run(call, None, True, x, topk_weights, out, _rows_of(handle))
+            waits = combine_wait_recv_cost_stats
+            call = functools.partial(handle.combine, lane, x, False, topk_weights, out, waits)
+            (y, _), event = self._run(call, None, True, x, topk_weights, out, waits, _rows_of(handle))
             return y, event, None
-        y, step = handle.combine(lane, x, return_recv_hook, topk_weights, out)
+        y, step = handle.combine(lane, x, return_recv_hook, topk_weights, out, combine_wait_recv_cost_stats)
         return y, NO_EVENT, step.finish if return_recv_hook else None
 
     def get_next_low_latency_combine_buffer(self, handle: LowLatencyHandle) -> torch.Tensor:

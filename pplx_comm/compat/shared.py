@@ -41,7 +41,7 @@ def _plain(tensor: torch.Tensor) -> torch.Tensor:
 class Step:
     """A dispatch, until its combine is received.
 
-    then: runs once, behind the receive half.
+    then: runs once, behind the receive half that comes next.
     """
 
     __slots__ = ("_combining", "d", "lane", "then")
@@ -64,11 +64,9 @@ class Step:
 
     def receive(self) -> None:
         """The receive half, and `then`. Does nothing the second time."""
-        then, self.then = self.then, None
         if self.d is not None and not self.d.received:
             self.lane.a2a.dispatch_recv(self.d)
-        if then is not None:
-            then()
+        self._go_on()
 
     def combine(self, expert_out: torch.Tensor, *, send_only: bool = False, **arguments: Any) -> torch.Tensor:
         """send_only: finish() is the receive half; `out` must be given."""
@@ -86,6 +84,12 @@ class Step:
         if combining is not None:
             self.lane.a2a.combine_recv(combining)
             self.d = None
+            self._go_on()
+
+    def _go_on(self) -> None:
+        then, self.then = self.then, None
+        if then is not None:
+            then()
 
     def end(self) -> None:
         """Closes the step, with all that its caller has not done."""

@@ -9,7 +9,7 @@ import threading
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
-from typing import Protocol
+from typing import Any, Protocol
 
 from pplx_comm.control.deadlines import CONSTRUCTOR_SECONDS, checked_timeout
 from pplx_comm.control.failure import Failure
@@ -40,6 +40,9 @@ class Resettable(Protocol):
     @property
     def open_steps(self) -> int:
         """Steps that this rank has begun and not ended."""
+
+    def stats(self) -> dict[str, Any]:
+        """Its counters, after close() as they were then."""
 
     @property
     def generation(self) -> int:
@@ -105,6 +108,14 @@ class Recovery:
     def open(self) -> list[Resettable]:
         """In the order of their numbers."""
         return sorted((one for one in list(self._live) if one.open), key=lambda one: one.number)
+
+    def stats(self) -> list[dict[str, Any]]:
+        """Counters of all that are open, and of those that are closed and still referred to."""
+        found = []
+        for one in list(self._live):
+            with suppress(Error):  # closed meanwhile, or never whole
+                found.append(one.stats())
+        return sorted(found, key=lambda stats: int(stats["object"]))
 
     @contextmanager
     def alone(self, call: str) -> Iterator[None]:

@@ -118,6 +118,12 @@ class Cpu:
         stats: dict[str, Any] = self.core.stats()
         return stats
 
+    def waits(self, half: str) -> torch.Tensor:
+        stats = self.core.stats()
+        if not stats["counted"]:
+            raise Error("waits: PPLX_COMM_STATS=0 counts none")
+        return torch.tensor([round(1e9 * seconds) for seconds in stats[f"{half}_wait_seconds"]])
+
     def end_calls(self) -> None:
         self.core.close()
 

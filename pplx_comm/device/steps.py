@@ -36,7 +36,7 @@ class Steps:
         self._checks = device.checks
         self._checking = Failing(session, "check")
         self._last_stats: dict[str, Any] | None = None
-        """As they were when it was closed. Without the proxy's: it serves others, and may stand still."""
+        """As they were when it was closed."""
         self._renewed: weakref.WeakMethod[Callable[[], None]] | None = None
         self._finish = weakref.finalize(self, _give_back, session, session.wiring)
         self._finish.atexit = False
@@ -237,19 +237,24 @@ class Steps:
         self._life.check("explain")
         return self.device.explain(tokens)
 
+    def waits(self, half: str) -> torch.Tensor:
+        """See AllToAll.waits."""
+        if half not in ("dispatch", "combine"):
+            raise Error(f"waits: half must be 'dispatch' or 'combine', not {half!r}")
+        self._life.check_open("waits")
+        return self.device.waits(half)
+
     def stats(self) -> dict[str, Any]:
         """See AllToAll.stats."""
         if self._last_stats is not None:
             return self._last_stats
         self._life.check_open("stats")
-        stats = self._counters()
-        carrier = self.session.wiring.carrier
-        if carrier is not None:
-            stats["proxy"] = carrier.stats()
-        return stats
+        return self._counters(True)
 
-    def _counters(self) -> dict[str, Any]:
-        return {**self.device.stats(), "open_steps": self.open_steps}
+    def _counters(self, fresh: bool) -> dict[str, Any]:
+        stats = {"object": self.number, **self.device.stats(), "open_steps": self.open_steps}
+        carrier = self.session.wiring.carrier
+        return stats if carrier is None else {**stats, "proxy": carrier.stats(fresh)}
 
     # ---- the end ---------------------------------------------------------------------------------------------------------
 
@@ -258,7 +263,7 @@ class Steps:
         life = self._life
         if not life.close():
             return
-        self._last_stats = self._counters()
+        self._last_stats = self._counters(False)  # the proxy may stand still
         self.device.end_calls()
         self._forget_failures()
         self._forget_busy()

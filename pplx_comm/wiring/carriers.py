@@ -117,24 +117,25 @@ class ProxyCarrier:
         self.nics = self.proxies[0].nics
         self.addresses = [proxy.address for proxy in self.proxies]
 
-    def stats(self) -> dict[str, Any]:
-        """The proxies' counters, added up; `nics` has the bytes that each of this rank's endpoints posted, in their order.
+    def stats(self, fresh: bool = True) -> dict[str, Any]:
+        """The proxies' counters, added up; `nics` has what each of this rank's endpoints posted, in their order.
 
-        Of several proxies `proxies` has each one's own.
+        Of several proxies `proxies` has each one's own. fresh: waits up to ten seconds for a thread that stands still; else the
+        counters are those of the time when it last told of them.
         """
         each = []
         for proxy in self.proxies:
-            stats: dict[str, Any] = proxy.proxy.stats()
-            sent = zip(proxy.nics, stats.pop("endpoint_bytes"), strict=False)
-            stats["nics"] = [{"nic": nic, "bytes": nbytes} for nic, nbytes in sent]
+            stats: dict[str, Any] = proxy.proxy.stats(fresh)
+            sent = zip(proxy.nics, stats.pop("endpoint_writes"), stats.pop("endpoint_bytes"), strict=False)
+            stats["nics"] = [{"nic": nic, "writes": writes, "bytes": nbytes} for nic, writes, nbytes in sent]
             each.append(stats)
         if len(each) == 1:
-            return each[0]
-        total: dict[str, Any] = {
-            name: sum(stats[name] for stats in each) for name in ("writes", "bytes", "again", "dropped", "duplicates")
-        }
+            return {"provider": self.name, **each[0]}
+        added = ("writes", "bytes", "again", "dropped", "duplicates", "errors")
+        total: dict[str, Any] = {"provider": self.name, **{name: sum(stats[name] for stats in each) for name in added}}
+        total["deepest"] = max(stats["deepest"] for stats in each)
         total["nics"] = [
-            {"nic": nics[0]["nic"], "bytes": sum(nic["bytes"] for nic in nics)}
+            {"nic": nics[0]["nic"], **{name: sum(nic[name] for nic in nics) for name in ("writes", "bytes")}}
             for nics in zip(*(stats["nics"] for stats in each), strict=True)
         ]
         if all("chaos" in stats for stats in each):

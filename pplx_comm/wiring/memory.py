@@ -26,7 +26,8 @@ def make_exchange(control: ControlPlane, request: Request, peers: Peers, ranks_h
         assert heaps is not None
         own = heaps.pop(control.rank)
         threads = threads_of_a_rank(ranks_here, request.settings)
-        return _core.Exchange(config, own, heaps, nodes_of(request, control), threads, request.timeout)
+        counts = request.settings.stats
+        return _core.Exchange(config, own, heaps, nodes_of(request, control), threads, request.timeout, counts)
 
     exchange = attempts.run(make)
     agree(control, "AllToAll: mappings", {"error": attempts.error}, timeout)

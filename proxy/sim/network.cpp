@@ -13,7 +13,7 @@ constexpr std::size_t kHistory = 64;
 constexpr std::uint64_t kRecentSteps = 12;   // eight may be open
 constexpr std::uint64_t kRecentPieces = 4;
 
-// What counts steps: a source and an AllToAll. Not each step has weights, so these cannot count for themselves.
+// A source and an AllToAll count steps together. Not each step has weights, so these cannot count for themselves.
 std::uint32_t steps_of(std::uint32_t immediate) { return immediate & 0x1fff0000u; }
 
 // The stream that an immediate belongs to. A credit has no shards; there they name an op.

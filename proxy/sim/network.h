@@ -74,7 +74,7 @@ class Network final : public Clock::Task {
     bool repeated = false;                               // Arrived: this is
     Arrival repeats;
   };
-  using Pieces = std::map<std::uint64_t, std::uint64_t>;   // of a stream: step -> newest piece, for the last few steps
+  using Pieces = std::map<std::uint64_t, std::uint64_t>;   // step -> newest piece, for a stream's last few steps
   struct Port {
     std::uint32_t number = 0, rank = 0;
     int endpoints = 1;

@@ -9,6 +9,7 @@
 #include "cpu/exchange.h"
 #include "host/mapping.h"
 #include "host/output_pool.h"
+#include "bind_counters.h"
 #include "bind_structs.h"
 #include "carried_exchange.h"
 
@@ -70,7 +71,7 @@ void touch_written(const Mapping& theirs, const cpu::Blocks& blocks, std::uint32
 
 std::shared_ptr<CarriedExchange> make_exchange(const Config& config, std::shared_ptr<Mapping> own,
                                               const std::map<std::uint32_t, std::shared_ptr<Mapping>>& peers, Nodes nodes,
-                                              unsigned threads, double timeout) {
+                                              unsigned threads, double timeout, bool counts) {
   const std::uint64_t bytes = heap_of(config).bytes;
   cpu::Memory memory;
   memory.own = own->data();
@@ -83,7 +84,7 @@ std::shared_ptr<CarriedExchange> make_exchange(const Config& config, std::shared
     mappings.push_back(mapping);
   }
   if (mappings.front()->bytes() < bytes) throw Misuse("the mapped memory is smaller than the heap");
-  auto exchange = std::make_shared<CarriedExchange>(config, std::move(memory), std::move(mappings), threads, timeout);
+  auto exchange = std::make_shared<CarriedExchange>(config, std::move(memory), std::move(mappings), threads, timeout, counts);
   for (const auto& [rank, mapping] : peers) touch_written(*mapping, exchange->exchange.blocks(), rank);
   return exchange;
 }
@@ -221,20 +222,7 @@ void bind_life(py::class_<CarriedExchange, Carried, std::shared_ptr<CarriedExcha
       .def_property_readonly("generation", [](const CarriedExchange& e) { return e.exchange.generation(); })
       .def_property_readonly("open_steps", [](const CarriedExchange& e) { return e.exchange.open_steps(); })
       .def_property_readonly("next_step", [](const CarriedExchange& e) { return e.exchange.next_step(); })
-      .def("stats", [](const CarriedExchange& e) {
-        const cpu::Stats s = e.exchange.stats();
-        py::dict d;
-        d["steps"] = s.steps;
-        d["rows_sent"] = s.rows_sent;
-        d["rows_received"] = s.rows_received;
-        d["bytes_sent"] = s.bytes_sent;
-        d["bytes_received"] = s.bytes_received;
-        d["dispatch_send_seconds"] = s.seconds[0];
-        d["dispatch_recv_seconds"] = s.seconds[1];
-        d["combine_send_seconds"] = s.seconds[2];
-        d["combine_recv_seconds"] = s.seconds[3];
-        return d;
-      });
+      .def("stats", [](const CarriedExchange& e) { return to_dict(e.exchange.counters()); });
 }
 
 }  // namespace
@@ -259,7 +247,7 @@ void bind_exchange(py::module_& m) {
   py::class_<Carried, std::shared_ptr<Carried>>(m, "Carried", "An AllToAll as its proxy sees it.");
   py::class_<CarriedExchange, Carried, std::shared_ptr<CarriedExchange>> cls(m, "Exchange");
   cls.def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("nodes"), py::arg("threads"),
-          py::arg("timeout"), py::call_guard<py::gil_scoped_release>());
+          py::arg("timeout"), py::arg("counts"), py::call_guard<py::gil_scoped_release>());
   bind_phases(cls);
   bind_life(cls);
 }

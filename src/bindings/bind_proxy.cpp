@@ -110,10 +110,10 @@ py::dict stats(const ChaosCounts& c) {
   return d;
 }
 
-py::dict stats(ProxyThread& thread) {
+py::dict stats(ProxyThread& thread, bool fresh) {
   const auto chaos = std::make_shared<std::optional<ChaosCounts>>();
   bool answered = false;
-  {
+  if (fresh) {
     const py::gil_scoped_release unlocked;
     // Publishes what the thread has counted so far.
     const auto count = [chaos](Proxy&, Fabric& fabric) {
@@ -128,6 +128,9 @@ py::dict stats(ProxyThread& thread) {
   d["again"] = s.proxy.again;
   d["dropped"] = s.proxy.dropped;
   d["duplicates"] = s.proxy.duplicates;
+  d["errors"] = s.proxy.errors;
+  d["deepest"] = s.proxy.deepest;
+  d["endpoint_writes"] = std::vector<std::uint64_t>(std::begin(s.proxy.endpoint_writes), std::end(s.proxy.endpoint_writes));
   d["endpoint_bytes"] = std::vector<std::uint64_t>(std::begin(s.proxy.endpoint_bytes), std::end(s.proxy.endpoint_bytes));
   d["cpu"] = s.cpu;
   if (answered && chaos->has_value()) d["chaos"] = stats(**chaos);
@@ -154,7 +157,7 @@ void bind_proxy(py::module_& m) {
       .def("register_memory", &register_memory, py::arg("carried"), Unlocked())
       .def("attach", &attach, py::arg("carried"), py::arg("region"), py::arg("descriptions"))
       .def("detach", &detach, py::arg("carried"), py::arg("region"), py::arg("timeout"), Unlocked())
-      .def("stats", [](ProxyThread& thread) { return stats(thread); })
+      .def("stats", [](ProxyThread& thread, bool fresh) { return stats(thread, fresh); }, py::arg("fresh"))
       .def("takes_turns", &ProxyThread::takes_turns, py::arg("within"), Unlocked(),
            "False if it hangs in the provider, or gets no core, for that many seconds.")
       .def("close", &ProxyThread::close, py::arg("timeout") = 1.0, Unlocked(),

@@ -14,9 +14,9 @@ namespace pplx {
 
 struct CarriedExchange : Carried {
   CarriedExchange(const Config& config, cpu::Memory memory, std::vector<std::shared_ptr<Mapping>> mappings, unsigned threads,
-                 double timeout)
+                 double timeout, bool counts)
       : mappings(std::move(mappings)), own(memory.own), outputs(cpu_output_layout(config)),
-          exchange(config, std::move(memory), threads, timeout) {}
+          exchange(config, std::move(memory), threads, timeout, cpu::Exchange::steady_clock, counts) {}
 
   const Config& config() const override { return exchange.config(); }
   std::uint32_t generation() const override { return exchange.generation(); }

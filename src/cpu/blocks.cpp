@@ -6,9 +6,10 @@
 
 namespace pplx::cpu {
 
-Blocks::Blocks(const Config& config, Memory memory)
+Blocks::Blocks(const Config& config, Memory memory, bool counts)
     : config_(config), heap_(heap_of(config)), memory_(std::move(memory)), alive_(config.world, true), staging_(config.in_flight),
-      mailed_(std::size_t{config.in_flight} * kOps * config.world, 0), announced_pieces_(mailed_) {
+      mailed_(std::size_t{config.in_flight} * kOps * config.world, 0), announced_pieces_(mailed_),
+      tally_(config.world, local_experts(config, config.rank), counts) {
   if (const char* what = invalid(config)) throw Misuse(what);
   if (const char* what = invalid_pieces(config)) throw Misuse(what);
   if (const char* what = invalid_nodes(config, memory_.nodes)) throw Misuse(what);
@@ -123,7 +124,8 @@ void Blocks::raise_at_peer(std::uint32_t step, Signal signal, std::uint32_t peer
 }
 
 void Blocks::publish(std::uint32_t step, Op op, std::uint32_t peer, std::uint32_t rows, const char* block) {
-  count_block(peer, rows, (mapped(peer) ? block_layout(config_, op) : network_block(config_, op)).bytes(rows), true);
+  if (op != Op::Weights)
+    count_block(peer, rows, (mapped(peer) ? block_layout(config_, op) : network_block(config_, op)).bytes(rows), true);
   if (mapped(peer)) {
     raise_at_peer(step, signal_of(op), peer);
     return;
@@ -241,8 +243,11 @@ void Blocks::check_replica(const BlockHeader& h, const Plan& plan, std::uint32_t
 
 void Blocks::count_block(std::uint32_t peer, std::uint64_t rows, std::uint64_t bytes, bool sent) {
   if (peer == config_.rank) return;
-  (sent ? rows_sent_ : rows_received_).fetch_add(rows, std::memory_order_relaxed);
-  (sent ? bytes_sent_ : bytes_received_).fetch_add(bytes, std::memory_order_relaxed);
+  tally_.count([&](Counters& counters) {
+    PeerCounters& of = counters.peers[peer];
+    (sent ? of.rows_sent : of.rows_received) += rows;
+    (sent ? of.bytes_sent : of.bytes_received) += bytes;
+  });
 }
 
 }  // namespace pplx::cpu

@@ -8,6 +8,7 @@
 #include <vector>
 
 #include "../host/atomic.h"
+#include "../host/counters.h"
 #include "../host/notices.h"
 #include "../host/peer_order.h"
 #include "../protocol/heap_layout.h"
@@ -25,15 +26,9 @@ struct Memory {
   Nodes nodes = {};
 };
 
-// To and from other ranks, headers included.
-struct Traffic {
-  std::uint64_t rows_sent = 0, rows_received = 0;
-  std::uint64_t bytes_sent = 0, bytes_received = 0;
-};
-
 class Blocks {
  public:
-  Blocks(const Config& config, Memory memory);
+  Blocks(const Config& config, Memory memory, bool counts = true);
 
   const Config& config() const { return config_; }
   const Heap& heap() const { return heap_; }
@@ -155,7 +150,8 @@ class Blocks {
   void note_overflow(std::uint32_t rank) { pplx::note_overflow(notices_, rank); }
   void raise_notices() { pplx::raise_notices(notices_, config_); }
   void count_block(std::uint32_t peer, std::uint64_t rows, std::uint64_t bytes, bool sent);
-  Traffic traffic() const { return {rows_sent_, rows_received_, bytes_sent_, bytes_received_}; }
+  Tally& tally() { return tally_; }
+  const Tally& tally() const { return tally_; }
 
  private:
   static std::uint64_t* word(char* heap, std::uint64_t at) { return reinterpret_cast<std::uint64_t*>(heap + at); }
@@ -189,7 +185,7 @@ class Blocks {
   std::vector<std::uint64_t> mailed_;   // indexed by word_index: the arrival_word that `sent` must reach
   std::vector<std::uint64_t> announced_pieces_;   // indexed by word_index: the word that `left` must reach
   Notices notices_;
-  std::atomic<std::uint64_t> rows_sent_{0}, rows_received_{0}, bytes_sent_{0}, bytes_received_{0};
+  Tally tally_;
 };
 
 }  // namespace pplx::cpu

@@ -110,6 +110,10 @@ class CombineRecv final : public StagedRun {
                           b_.relayed(b_.targets()[group]) ? "the sums of the node" : "the combine block");
   }
 
+  std::uint32_t awaited(int stage, std::uint32_t group) const override {
+    return stage == kBlocks ? b_.targets()[group] : stage == kSlices ? b_.replicas()[group] : kNoRank;
+  }
+
   void run(int stage, std::uint32_t group, std::uint32_t unit) override {
     switch (stage) {
       case kBlocks: read_header(group); break;

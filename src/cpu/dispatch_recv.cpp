@@ -68,6 +68,8 @@ class DispatchRecv final : public StagedRun {
                           header ? "the dispatch header" : "the dispatch block");
   }
 
+  std::uint32_t awaited(int, std::uint32_t group) const override { return b_.peers()[group]; }
+
   void run(int stage, std::uint32_t group, std::uint32_t unit) override {
     const std::uint32_t peer = b_.peers()[group];
     if (stage == kHeaders) {
@@ -153,6 +155,7 @@ class DispatchRecv final : public StagedRun {
     r.weight.resize(c_.layout == LayoutKind::Compact ? 0 : total * per_row);
 
     std::uint64_t offset = 0, largest = 0;
+    std::vector<std::uint64_t> counts(experts_);
     for (std::uint32_t e = 0; e < experts_; ++e) {
       const std::uint64_t start = c_.layout == LayoutKind::Padded ? std::uint64_t{e} * c_.max_per_expert : offset;
       std::uint64_t count = 0;
@@ -162,6 +165,7 @@ class DispatchRecv final : public StagedRun {
         cell = static_cast<std::uint32_t>(start + count);
         count += n;
       }
+      counts[e] = count;
       if (out_.counts != nullptr) out_.counts[e] = static_cast<std::int32_t>(count);
       if (out_.offsets != nullptr) out_.offsets[e] = static_cast<std::int32_t>(offset);
       if (c_.layout == LayoutKind::Ragged && c_.zero_pad) zero_rows(start + count, align_up(start + count, c_.align));
@@ -176,6 +180,9 @@ class DispatchRecv final : public StagedRun {
       case LayoutKind::Compact: r.needed_rows = total; r.overflowed = total > c_.max_rows; break;
     }
     if (r.overflowed) b_.note_overflow(c_.rank);
+    b_.tally().count([&](Counters& counters) {
+      for (std::uint32_t e = 0; e < experts_; ++e) counters.expert_rows[e] += counts[e];
+    });
     if (out_.hooks != nullptr) raise_planned(total);
   }
 

@@ -10,8 +10,8 @@ double Exchange::steady_clock() {
   return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
 }
 
-Exchange::Exchange(const Config& config, Memory memory, unsigned threads, double timeout_seconds, Clock clock)
-    : blocks_(config, std::move(memory)), failures_(blocks_, clock), pool_(threads > 0 ? threads - 1 : 0),
+Exchange::Exchange(const Config& config, Memory memory, unsigned threads, double timeout_seconds, Clock clock, bool counts)
+    : blocks_(config, std::move(memory), counts), failures_(blocks_, clock), pool_(threads > 0 ? threads - 1 : 0),
       timeout_(timeout_seconds), now_(std::move(clock)), steps_(blocks_.config()) {}
 
 // ---- blocking calls ----------------------------------------------------------------------------------------------------
@@ -43,12 +43,15 @@ void Exchange::run(PhaseRun& phase_run, Phase phase, std::uint32_t step, const I
   Since since{now_()};
   const double begun = since.begun;
   double ask = begun + 0.05;
+  std::vector<double> waited(config().world);
   Backoff backoff;
   try {
     const ThreadPool::Help help(pool_, phase_run);
     while (!poll(phase_run, phase, step, since)) {
+      const double idle = now_();
       backoff.pause();
       const double at = now_();
+      if (blocks_.tally().counts) phase_run.add_wait(at - idle, waited);
       if (at < ask) continue;
       ask = at + 0.05;
       if (interrupted) interrupted();
@@ -62,8 +65,13 @@ void Exchange::run(PhaseRun& phase_run, Phase phase, std::uint32_t step, const I
     failures_.fail({AbortReason::Interrupted, phase, config().rank, config().rank, step}, "");
     throw;
   }
-  std::lock_guard<std::mutex> lock(mutex_);
-  seconds_[static_cast<int>(phase == Phase::Weights ? Phase::CombineSend : phase) - 1] += now_() - begun;
+  blocks_.tally().count([&](Counters& counters) {
+    const auto ns = [](double seconds) { return static_cast<std::uint64_t>(seconds * 1e9); };
+    counters.times[static_cast<int>(phase == Phase::Weights ? Phase::CombineSend : phase) - 1].add(ns(now_() - begun));
+    if (phase != Phase::DispatchRecv && phase != Phase::CombineRecv) return;
+    for (std::uint32_t peer = 0; peer < waited.size(); ++peer)
+      if (peer != config().rank) counters.peers[peer].waited[phase == Phase::CombineRecv] += ns(waited[peer]);
+  });
 }
 
 std::uint32_t Exchange::dispatch_send(const Tokens& input, const Interrupted& interrupted) {
@@ -72,6 +80,7 @@ std::uint32_t Exchange::dispatch_send(const Tokens& input, const Interrupted& in
   std::uint32_t step = 0;
   const std::unique_ptr<PhaseRun> phase = start_dispatch_send(input, &step);
   run(*phase, Phase::DispatchSend, step, interrupted);
+  blocks_.tally().count([&](Counters& counters) { counters.tokens += input.plan->tokens; });
   return step;
 }
 
@@ -136,11 +145,12 @@ std::uint32_t Exchange::open_steps() const {
   return steps_.count();
 }
 
-Stats Exchange::stats() const {
+Counters Exchange::counters() const {
+  Counters counters = blocks_.tally().read();
   std::lock_guard<std::mutex> lock(mutex_);
-  Stats s{blocks_.traffic(), steps_.book().closed()};
-  std::copy(std::begin(seconds_), std::end(seconds_), s.seconds);
-  return s;
+  counters.counted = blocks_.tally().counts;
+  counters.steps = steps_.book().closed();
+  return counters;
 }
 
 }  // namespace pplx::cpu

@@ -15,16 +15,12 @@
 
 namespace pplx::cpu {
 
-struct Stats : Traffic {
-  std::uint64_t steps = 0;
-  double seconds[4] = {};                             // in each phase, waits included
-};
-
 class Exchange {
  public:
   static double steady_clock();
 
-  Exchange(const Config& config, Memory memory, unsigned threads, double timeout_seconds, Clock clock = steady_clock);
+  Exchange(const Config& config, Memory memory, unsigned threads, double timeout_seconds, Clock clock = steady_clock,
+           bool counts = true);
 
   const Config& config() const { return blocks_.config(); }
   std::uint32_t generation() const { return blocks_.generation(); }
@@ -65,7 +61,7 @@ class Exchange {
   void lay_relays(std::vector<char*> areas) { blocks_.lay_relays(std::move(areas)); }   // see Blocks
   std::uint32_t next_step() const { return steps_.book().next(); }
   std::uint32_t open_steps() const;
-  Stats stats() const;
+  Counters counters() const;
 
  private:
   // How long a blocking call has waited: time in which its thread did not run moves `begun`.
@@ -80,10 +76,9 @@ class Exchange {
   ThreadPool pool_;
   const double timeout_;
   const Clock now_;
-  mutable std::mutex mutex_;                  // steps, seconds
+  mutable std::mutex mutex_;                  // steps
   std::mutex send_mutex_;                     // sends are one sequence
   OpenSteps steps_;
-  double seconds_[4] = {};
   std::atomic<bool> closed_{false};
 };
 

@@ -38,6 +38,10 @@ class PhaseRun {
   virtual ~PhaseRun() = default;
   virtual bool poll() = 0;             // true: it is done. Throws what failed it
   virtual Waiting waiting() = 0;       // may be called at any time
+  // Adds the time to each peer that is waited for; a run in pieces to the first of them.
+  virtual void add_wait(double seconds, std::vector<double>& by_peer) {
+    if (const Waiting w = waiting(); w.peer < by_peer.size()) by_peer[w.peer] += seconds;
+  }
 
   // The last look at a mate's proxy, of a wait that has taken too long.
   struct Watched {
@@ -68,6 +72,15 @@ class StagedRun : public PhaseRun {
     }
   }
 
+  // Takes what poll() has just seen.
+  void add_wait(double seconds, std::vector<double>& by_peer) override {
+    const int stage = stage_.load(std::memory_order_acquire);
+    if (stage == kNotBegun || stage == kFinished) return;
+    for (const Group& group : stages_[stage]->groups)
+      if (!group.ready.load(std::memory_order_relaxed))
+        if (const std::uint32_t peer = awaited(stage, group.number); peer != kNoRank) by_peer[peer] += seconds;
+  }
+
   // A stage once begun stays where it is for the phase's lifetime.
   Waiting waiting() override {
     const int stage = stage_.load(std::memory_order_acquire);
@@ -87,6 +100,7 @@ class StagedRun : public PhaseRun {
   // Called after a group's last unit; also for a group without units
   virtual void finished(int, std::uint32_t) {}
   virtual Waiting waiting_of(int, std::uint32_t) const { return {}; }
+  virtual std::uint32_t awaited(int, std::uint32_t) const { return kNoRank; }   // the rank whose rows a group waits for
 
  private:
   static constexpr int kNotBegun = -1, kFinished = 1 << 20, kMostStages = 4;

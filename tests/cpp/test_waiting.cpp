@@ -129,9 +129,61 @@ void abort_of_one_left_out() {
   CHECK(aborted(0) && aborted(1));
 }
 
+// One of two peers has sent. The wait for the other is counted, and a rank's own part is no wait.
+void waits_are_counted() {
+  Config config;
+  config.num_experts = config.world = 3;
+  config.top_k = 1;
+  config.hidden = 64;
+  config.max_tokens = 4;
+  std::vector<std::unique_ptr<std::uint64_t[]>> heaps;
+  Memory memory;
+  for (std::uint32_t r = 0; r < config.world; ++r) {
+    heaps.push_back(std::make_unique<std::uint64_t[]>(heap_of(config).bytes / 8));
+    memory.peers.push_back(reinterpret_cast<char*>(heaps.back().get()));
+  }
+  double time = 1;
+  std::vector<std::unique_ptr<Exchange>> ranks;
+  for (std::uint32_t r = 0; r < config.world; ++r) {
+    config.rank = r;
+    memory.own = memory.peers[r];
+    ranks.push_back(std::make_unique<Exchange>(config, memory, 1, 100.0, [&] { return time += 0.001; }));
+  }
+  const auto send = [&](std::uint32_t rank) {
+    Tokens in;
+    in.plan = std::make_shared<const Plan>(make_plan(config, static_cast<const std::int32_t*>(nullptr), 0));
+    return ranks[rank]->dispatch_send(in, nullptr);
+  };
+  const std::uint32_t step = send(0);
+  send(1);
+  const double begun = time;
+  int asked = 0;
+  ranks[0]->dispatch_recv(step, {}, [&] {
+    if (++asked == 10) send(2);
+  });
+  const double waited = 1e-9 * static_cast<double>(ranks[0]->counters().peers[2].waited[0]);
+  CHECK(waited > 0.1 && waited < time - begun);
+  for (std::uint32_t peer : {0u, 1u}) CHECK_EQ(ranks[0]->counters().peers[peer].waited[0], 0u);
+  for (std::uint32_t peer : {0u, 1u, 2u}) CHECK_EQ(ranks[0]->counters().peers[peer].waited[1], 0u);
+  std::uint64_t received = 0;
+  for (const std::uint64_t count : ranks[0]->counters().times[1].counts) received += count;
+  CHECK_EQ(received, 1u);
+}
+
+void times_have_buckets() {
+  CHECK_EQ(time_bucket(999), 0u);
+  for (std::uint32_t i = 0; i + 1 < kTimeBuckets; ++i) {
+    CHECK_EQ(time_bucket((1000ull << i) - 1), i);
+    CHECK_EQ(time_bucket(1000ull << i), i + 1);
+  }
+  CHECK_EQ(time_bucket(~0ull), kTimeBuckets - 1);
+}
+
 }  // namespace
 
 int main() {
+  times_have_buckets();
+  waits_are_counted();
   abort_of_one_left_out();
   stopped_for_a_while();
   a_lost_network_may_be_a_death();

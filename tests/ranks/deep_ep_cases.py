@@ -77,17 +77,28 @@ def decoded(x: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
 # ---- low latency -----------------------------------------------------------------------------------------------------------
 
 
+def waits(b: Buffer, half: str) -> torch.Tensor:
+    """Nanoseconds by source, of all its AllToAlls."""
+    each = [lane.a2a.waits(half) for lane in lanes(b)]
+    return torch.stack(each).sum(0) if each else torch.zeros(b.group_size, dtype=torch.int64)
+
+
 def low_latency(me: Any, seed: int, layer: Layer, tokens: list[int], most: int, kind: str, how: str) -> None:
     """One dispatch and its combines. kind: of rows. how: "whole", "async" or "hook"."""
     world, b = World(seed, me.world_size, tokens, **layer), buffer(me)
     x, ids, weights = world.x[me.rank], world.ids[me.rank], world.weights[me.rank]
     stats = torch.full((world.local,), 7, dtype=torch.int32)
+    costs = {half: torch.full((me.world_size,), 7) for half in ("dispatch", "combine")}
+    waited = {half: waits(b, half) for half in costs}
     quantised = {"use_fp8": kind != "bf16", "round_scale": kind in ("powers", "packed"), "use_ue8m0": kind == "packed"}
     mode = {"async_finish": how == "async", "return_recv_hook": how == "hook"}
+    back: dict[str, Any] = {**mode, "combine_wait_recv_cost_stats": costs["combine"]}
     received, counts, handle, event, hook = b.low_latency_dispatch(
-        x, ids, most, world.experts, cumulative_local_expert_recv_stats=stats, **quantised, **mode
-    )
+        x, ids, most, world.experts, cumulative_local_expert_recv_stats=stats, dispatch_wait_recv_cost_stats=costs["dispatch"],
+        **quantised, **mode,
+    )  # fmt: skip
     ended(how, event, hook)
+    assert torch.equal(costs["dispatch"] - 7, waits(b, "dispatch") - waited["dispatch"])
     rows = received
     if kind != "bf16":
         rows, scale = received
@@ -120,7 +131,7 @@ def low_latency(me: Any, seed: int, layer: Layer, tokens: list[int], most: int, 
         if zero_copy:
             b.get_next_low_latency_combine_buffer(handle)[:, :, :] = answers
             given = torch.empty_like(answers)
-        y, event, hook = b.low_latency_combine(given, ids, weights, handle, zero_copy=zero_copy, out=out, **mode)
+        y, event, hook = b.low_latency_combine(given, ids, weights, handle, zero_copy=zero_copy, out=out, **back)
         ended(how, event, hook)
         assert y is out and close(y, world.combined(me.rank), tolerance)
         made.append(y)
@@ -128,9 +139,10 @@ def low_latency(me: Any, seed: int, layer: Layer, tokens: list[int], most: int, 
     # Choices that are dropped between dispatch and combine count for nothing.
     fewer = ids.clone()
     fewer[:, 0] = -1
-    y, event, hook = b.low_latency_combine(answers, fewer, weights, handle, **mode)
+    y, event, hook = b.low_latency_combine(answers, fewer, weights, handle, **back)
     ended(how, event, hook)
     assert close(y, world.combined(me.rank, fewer), tolerance)
+    assert torch.equal(costs["combine"] - 7, waits(b, "combine") - waited["combine"])
 
 
 def ended(how: str, event: EventOverlap, hook: Any) -> None:
@@ -376,14 +388,12 @@ def refusals(me: Any) -> dict[str, str]:
     calls = {
         "shrink": lambda: Buffer(dist.group.WORLD, enable_shrink=True),
         "no group": lambda: Buffer(),
-        "waiting": lambda: ll(dispatch_wait_recv_cost_stats=torch.zeros(4)),
         "nvfp4": lambda: ll(use_nvfp4=True),
         "ue8m0 alone": lambda: ll(use_ue8m0=True),
         "packed": lambda: ll(round_scale=True, use_ue8m0=True),
         "async and hook": lambda: ll(async_finish=True, return_recv_hook=True),
         "uneven": lambda: b.low_latency_dispatch(x, ids, 2, 9),
         "logfmt": lambda: combine(use_logfmt=True),
-        "waiting back": lambda: combine(combine_wait_recv_cost_stats=torch.zeros(4)),
         "overlap": lambda: combine(overlap=True, block_m=64),
         "zero copy": lambda: combine(zero_copy=True),
         "mask": lambda: b.low_latency_update_mask_buffer(1, True),

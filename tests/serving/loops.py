@@ -34,7 +34,8 @@ class Used:
         adapter.rows_by_expert = noted
 
     def total(self, counter: str) -> int:
-        return sum(a2a.stats()[counter] for a2a in self._all.values())
+        found = [a2a.stats()[counter] for a2a in self._all.values()]
+        return sum(sum(each) if isinstance(each, list) else each for each in found)
 
 
 def batches(seed: int, rank: int, length: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:

@@ -10,6 +10,7 @@
 #include <string>
 #include <vector>
 
+#include "bindings/bind_counters.h"
 #include "bindings/bound_struct.h"
 #include "cuda/common/stages.h"
 #include "cuda/host/exchange.h"
@@ -292,10 +293,8 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly("generation", &Exchange::generation)
       .def_property_readonly("open_steps", &Exchange::open_steps)
       .def("set_num_sms", &Exchange::set_num_sms, py::arg("num_sms"))
-      .def_property_readonly("steps", &Exchange::steps)
+      .def("stats", [](const Exchange& e) { return to_dict(e.counters()); })
       .def_property_readonly("memory", &Exchange::memory, "Memory that peers write into.")
-      .def_property_readonly("large_dispatches", &Exchange::large_dispatches)
-      .def_property_readonly("large_combines", &Exchange::large_combines)
       .def_property_readonly("large_tokens", &Exchange::large_tokens, "Steps of this many tokens or more are large, where any are.");
   m.def("large_tokens", &tuned_large_tokens, py::arg("config"), py::arg("device"), py::arg("num_sms"),
         "The number of tokens from which steps should be large on this GPU. num_sms: 0: all.");

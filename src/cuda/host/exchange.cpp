@@ -499,9 +499,13 @@ std::uint32_t Exchange::open_steps() const {
   return static_cast<std::uint32_t>(launches_.eager().open_steps());
 }
 
-std::uint64_t Exchange::steps() const {
+Counters Exchange::counters() const {
+  Counters counters(common_.c.world, common_.experts);
   const std::lock_guard<std::mutex> lock(mutex_);
-  return steps_.closed();
+  counters.steps = steps_.closed();
+  counters.large_dispatches = large_dispatches_;
+  counters.large_combines = large_combines_;
+  return counters;
 }
 
 #ifdef PPLX_CUDA_STAGES

@@ -11,6 +11,7 @@
 #include <string>
 #include <vector>
 
+#include "../../host/counters.h"
 #include "../../host/first_failure.h"
 #include "../../host/fork_check.h"
 #include "../../host/halves.h"
@@ -129,10 +130,7 @@ class Exchange {
   // Counts eager calls; captures run nothing, and replays are not seen by the host.
   std::uint32_t open_steps() const;
   void set_num_sms(std::uint32_t num_sms);  // at most as at construction; from the next step that opens while no other is open
-  std::uint64_t steps() const;
-  // Launches of large kernels; halves count.
-  std::uint64_t large_dispatches() const { return large_dispatches_; }
-  std::uint64_t large_combines() const { return large_combines_; }
+  Counters counters() const;  // counts what the host has launched: kernels count nothing
   std::uint32_t large_tokens() const { return large_tokens_; }
   // A launch as the table has it, and the reason.
   struct Explained {

@@ -60,6 +60,11 @@ class Member:
         assert kind == "told", (kind, value)
         return value
 
+    def is_told(self) -> bool:
+        """True once there is something to hear()."""
+        assert self._pipe is not None
+        return self._pipe.poll()
+
     def close(self) -> None:
         self.kept.clear()
         if self._comm is not None:

@@ -1,0 +1,217 @@
+"""The counters of Communicators as Prometheus reads them.
+
+A program that serves its own metrics registers a collector:
+
+    prometheus_client.REGISTRY.register(pplx_comm.metrics.Collector(comm))
+
+Without a change to the program, PPLX_COMM_METRICS=DIR keeps a file of each Communicator in that folder, for a node exporter's
+textfile collector. It is there as long as the Communicator is open.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Protocol
+
+from pplx_comm.errors import Error
+from pplx_comm.log import log
+from pplx_comm.settings import Metrics, read
+
+Labels = dict[str, str]
+_PREFIX = "pplx_comm_"
+
+
+class Counted(Protocol):
+    """What is read of a Communicator."""
+
+    rank: int
+
+    def stats(self) -> dict[str, Any]: ...
+
+
+@dataclass
+class Family:
+    """A metric. Samples have the end of their name, labels and a value."""
+
+    name: str
+    kind: str
+    help: str
+    samples: list[tuple[str, Labels, float]] = field(default_factory=list)
+
+
+class _Families:
+    """Families by name, as samples come."""
+
+    def __init__(self, rank: int) -> None:
+        self.found: dict[str, Family] = {}
+        self._rank = str(rank)
+
+    def _family(self, name: str, kind: str, help: str) -> Family:
+        return self.found.setdefault(name, Family(_PREFIX + name, kind, help))
+
+    def counter(self, name: str, help: str, value: float, **labels: object) -> None:
+        self._family(name, "counter", help).samples.append(("_total", self._labels(labels), value))
+
+    def gauge(self, name: str, help: str, value: float, **labels: object) -> None:
+        self._family(name, "gauge", help).samples.append(("", self._labels(labels), value))
+
+    def histogram(self, name: str, help: str, times: dict[str, Any], **labels: object) -> None:
+        family, own = self._family(name, "histogram", help), self._labels(labels)
+        below = list(itertools.accumulate(times["buckets"]))
+        for bucket, count in enumerate(below):
+            bound = "+Inf" if bucket == len(below) - 1 else repr(2**bucket / 1e6)
+            family.samples.append(("_bucket", {**own, "le": bound}, count))
+        family.samples.append(("_count", own, below[-1]))
+        family.samples.append(("_sum", own, times["seconds"]))
+
+    def _labels(self, labels: dict[str, object]) -> Labels:
+        return {"rank": self._rank, **{name: str(value) for name, value in labels.items()}}
+
+
+def families(stats: dict[str, Any]) -> list[Family]:
+    """stats: what `Communicator.stats` returns."""
+    rank = int(stats["rank"])
+    f = _Families(rank)
+    f.gauge("world_size", "Ranks of the Communicator.", stats["world_size"])
+    f.gauge("alive_ranks", "Ranks that neither died nor left, as far as this one knows.", len(stats["alive"]))
+    f.counter("generations", "How often the ranks that are left have agreed, by reset().", stats["generation"])
+    for kind, count in stats["failures"].items():
+        f.counter("failures", "Failures of which this rank has heard.", count, kind=kind)
+    providers = set()
+    for of in stats["all_to_alls"]:
+        _count_all_to_all(f, rank, of)
+        proxy = of.get("proxy")
+        if proxy is not None and proxy["provider"] not in providers:  # AllToAlls share them
+            providers.add(proxy["provider"])
+            _count_proxy(f, proxy)
+    return list(f.found.values())
+
+
+def _count_all_to_all(f: _Families, rank: int, of: dict[str, Any]) -> None:
+    number = of["object"]
+    f.counter("steps", "Steps that were combined or released.", of["steps"], object=number)
+    f.gauge("open_steps", "Steps whose memory is held.", of["open_steps"], object=number)
+    for phase, launches in (("dispatch", of["large_dispatches"]), ("combine", of["large_combines"])):
+        f.counter("large_launches", "Launches of the kernels for many tokens.", launches, object=number, phase=phase)
+    if not of["counted"]:
+        return
+    f.counter("tokens", "Tokens that this rank dispatched.", of["tokens"], object=number)
+    for peer in range(len(of["rows_sent"])):
+        if peer == rank:
+            continue
+        to: dict[str, object] = {"object": number, "peer": peer}
+        f.counter("sent_rows", "Rows to another rank, of dispatches and combines.", of["rows_sent"][peer], **to)
+        f.counter("received_rows", "Rows from another rank, of dispatches and combines.", of["rows_received"][peer], **to)
+        f.counter("sent_bytes", "Bytes of rows and headers to another rank.", of["bytes_sent"][peer], **to)
+        f.counter("received_bytes", "Bytes of rows and headers from another rank.", of["bytes_received"][peer], **to)
+        for phase in ("dispatch", "combine"):
+            waited = of[f"{phase}_wait_seconds"][peer]
+            f.counter("wait_seconds", "How long this rank waited for the rows of another one.", waited, phase=phase, **to)
+    for expert, rows in enumerate(of["expert_rows"]):
+        f.counter("expert_rows", "Rows that a local expert got.", rows, object=number, expert=expert)
+    for phase, times in of["phases"].items():
+        f.histogram("phase_seconds", "Times of calls.", times, object=number, phase=phase)
+
+
+def _count_proxy(f: _Families, proxy: dict[str, Any]) -> None:
+    provider = proxy["provider"]
+    for name, help in (
+        ("again", "Posts that the NIC refused for the moment."), ("dropped", "Arrivals of no open step."),
+        ("duplicates", "Arrivals that had come before."), ("errors", "Posts and writes that failed."),
+    ):  # fmt: skip
+        f.counter(f"network_{name}", help, proxy[name], provider=provider)
+    f.gauge("network_deepest", "The most writes that were in flight.", proxy["deepest"], provider=provider)
+    for nic in proxy["nics"]:
+        f.counter("network_writes", "Writes posted.", nic["writes"], provider=provider, nic=nic["nic"])
+        f.counter("network_bytes", "Bytes of the writes posted.", nic["bytes"], provider=provider, nic=nic["nic"])
+
+
+def text(of: Iterable[Family]) -> str:
+    """In Prometheus's text format."""
+    lines = []
+    for family in of:
+        name = family.name + ("_total" if family.kind == "counter" else "")
+        lines += [f"# HELP {name} {family.help}", f"# TYPE {name} {family.kind}"]
+        for suffix, labels, value in family.samples:
+            shown = ",".join(f'{label}="{_escaped(of)}"' for label, of in labels.items())
+            lines.append(f"{family.name}{suffix}{{{shown}}} {value:.17g}")
+    return "\n".join(lines) + "\n"
+
+
+def _escaped(value: str) -> str:
+    return value.replace("\\", "\\\\").replace('"', '\\"').replace("\n", "\\n")
+
+
+class Collector:
+    """For prometheus_client: reads the counters whenever it is asked. Holds its Communicators weakly."""
+
+    def __init__(self, *communicators: Counted) -> None:
+        self._communicators = [weakref.ref(each) for each in communicators]
+
+    def collect(self) -> Iterator[Any]:
+        from prometheus_client.core import Metric  # its own package's, if it is there
+
+        merged: dict[str, Any] = {}
+        for each in self._communicators:
+            comm = each()
+            for family in families(comm.stats()) if comm is not None else ():
+                metric = merged.setdefault(family.name, Metric(family.name, family.help, family.kind))
+                for suffix, labels, value in family.samples:
+                    metric.add_sample(family.name + suffix, labels, value)
+        yield from merged.values()
+
+
+def watch(comm: Counted) -> Callable[[], None]:
+    """Keeps a file of its counters, where PPLX_COMM_METRICS asks for that. Returns what ends it."""
+    asked = read(Metrics)
+    if asked.folder is None:
+        return lambda: None
+    return _File(comm, Path(asked.folder), asked.seconds).close
+
+
+class _File:
+    """A thread that writes the counters of one Communicator."""
+
+    _numbers = itertools.count()
+
+    def __init__(self, comm: Counted, folder: Path, seconds: float) -> None:
+        self._comm = weakref.ref(comm)
+        self._path = folder / f"pplx_comm-{os.getpid()}-{next(self._numbers)}.prom"
+        self._seconds = seconds
+        self._ended = threading.Event()
+        self._complained = False
+        name = f"pplx_comm metrics of rank {comm.rank}"
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        while self._write() and not self._ended.wait(self._seconds):
+            pass
+        self._path.unlink(missing_ok=True)
+
+    def _write(self) -> bool:
+        """False if the Communicator is gone."""
+        comm = self._comm()
+        if comm is None:
+            return False
+        new = self._path.with_suffix(".new")
+        try:
+            new.write_text(text(families(comm.stats())))
+            new.replace(self._path)
+            self._complained = False
+        except (OSError, Error) as problem:
+            if not self._complained:
+                log.warning("PPLX_COMM_METRICS: %s; tried again every %g s", problem, self._seconds)
+            self._complained = True
+        return True
+
+    def close(self) -> None:
+        self._ended.set()
+        if self._thread is not threading.current_thread():
+            self._thread.join(timeout=1.0)

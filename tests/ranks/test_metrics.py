@@ -1,0 +1,134 @@
+"""Metrics: files, a collector, and a real Prometheus that scrapes two ranks."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import subprocess
+import time
+import urllib.parse
+import urllib.request
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import Case
+from harness import ROOT, Crew
+
+from pplx_comm import metrics
+
+OBSERVE = ROOT / "docs" / "observe"
+
+
+@pytest.mark.parametrize("transport", ["mapped", "mixed:tcp"])
+@pytest.mark.parametrize("slot_bytes", [None, 1024])
+def test_waits(transport: str, slot_bytes: int | None) -> None:
+    with Crew(4) as crew:
+        case = Case(14, 4, transport=transport, max_tokens=5, slot_bytes=slot_bytes, steps=2)
+        crew.run("rank_cases:a_late_rank", case, 2)
+
+
+def test_files(tmp_path: Path) -> None:
+    with Crew(2, {"PPLX_COMM_METRICS": str(tmp_path), "PPLX_COMM_METRICS_SECONDS": "1"}) as crew:
+        crew.run("metrics_cases:a_file", Case(11, 2, transport="proxy:tcp", steps=3), str(tmp_path))
+
+
+def test_no_folder(tmp_path: Path) -> None:
+    with Crew(2, {"PPLX_COMM_METRICS": str(tmp_path / "absent"), "PPLX_COMM_METRICS_SECONDS": "1"}) as crew:
+        for lines in crew.run("metrics_cases:no_such_folder", Case(12, 2, steps=2)):
+            assert len(lines) == 1 and "absent" in lines[0], lines
+
+
+def test_text() -> None:
+    """As the format wants it: escapes, and buckets that add up."""
+    family = metrics.Family("a", "counter", "What.", [("_total", {"nic": 'x"\\\n'}, 3.0)])
+    assert metrics.text([family]) == '# HELP a_total What.\n# TYPE a_total counter\na_total{nic="x\\"\\\\\\n"} 3\n'
+
+
+@pytest.mark.slow
+def test_rules() -> None:
+    """Every rule fires when it should, and not when it should not."""
+    promtool = shutil.which("promtool")
+    assert promtool, "promtool is missing: tools/install_deps.sh installs Debian's prometheus"
+    for command in (["check", "rules", "alerts.yml"], ["test", "rules", "alerts.test.yml"]):
+        done = subprocess.run([promtool, *command], cwd=OBSERVE, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+    named = set(re.findall(r"alert: (\w+)", (OBSERVE / "alerts.yml").read_text()))
+    fired = set(re.findall(r"alertname: (\w+)\n\s+exp_alerts", (OBSERVE / "alerts.test.yml").read_text()))
+    assert fired == named
+
+
+class Prometheus:
+    def __init__(self, port: int) -> None:
+        self._at = f"http://127.0.0.1:{port}/api/v1/"
+
+    def get(self, path: str, **arguments: str) -> Any:
+        with urllib.request.urlopen(self._at + path + "?" + urllib.parse.urlencode(arguments), timeout=20) as answer:
+            return json.load(answer)["data"]
+
+    def query(self, expression: str) -> list[dict[str, Any]]:
+        found: list[dict[str, Any]] = self.get("query", query=expression)["result"]
+        return found
+
+    def until(self, expression: str, holds: Any) -> None:
+        deadline = time.monotonic() + 60
+        while not holds(found := self.query(expression)):
+            assert time.monotonic() < deadline, (expression, found)
+            time.sleep(0.2)  # between scrapes
+
+
+@contextmanager
+def prometheus(folder: Path, ports: list[int]) -> Iterator[Prometheus]:
+    program = shutil.which("prometheus")
+    assert program, "prometheus is missing: tools/install_deps.sh installs Debian's"
+    targets = [f"127.0.0.1:{port}" for port in ports]
+    scraped = {"job_name": "pplx_comm", "scrape_interval": "1s", "static_configs": [{"targets": targets}]}
+    (folder / "prometheus.yml").write_text(json.dumps({"scrape_configs": [scraped], "rule_files": [str(OBSERVE / "alerts.yml")]}))
+    log = folder / "log"
+    with log.open("w") as out:
+        command = [program, f"--config.file={folder}/prometheus.yml", f"--storage.tsdb.path={folder}/data"]
+        process = subprocess.Popen([*command, "--web.listen-address=127.0.0.1:0"], stdout=out, stderr=out)
+    try:
+        deadline = time.monotonic() + 60
+        while not (port := re.search(r"Listening on.*127\.0\.0\.1:(\d+)", log.read_text())):
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield Prometheus(int(port[1]))
+    finally:
+        process.terminate()
+        process.wait(20)
+
+
+@pytest.mark.slow
+def test_prometheus(tmp_path: Path) -> None:
+    """It scrapes two ranks: what it answers is what they did, and every panel of the dashboard has something to show."""
+    case = Case(13, 2, transport="proxy:tcp", steps=3)
+    with Crew(2) as crew:
+        crew.start("metrics_cases:served", case)
+        with prometheus(tmp_path, [crew.heard(rank, "port") for rank in range(2)]) as server:
+            server.until("sum(pplx_comm_steps_total)", lambda found: found and float(found[0]["value"][1]) > 0)
+            panels = json.loads((OBSERVE / "dashboard.json").read_text())["panels"]
+            for target in (target for panel in panels for target in panel["targets"]):
+                server.until(target["expr"].replace("$__rate_interval", "30s"), bool)
+            assert all(rule["health"] in ("ok", "unknown") for group in server.get("rules")["groups"] for rule in group["rules"])
+            for rank in range(2):
+                crew.tell(rank, "enough")
+            for rank in range(2):
+                stats = crew.heard(rank, "stats")
+                (a2a,) = stats["all_to_alls"]
+                for expression, value in (
+                    ("pplx_comm_steps_total", a2a["steps"]),
+                    ("pplx_comm_tokens_total", a2a["tokens"]),
+                    (f'pplx_comm_sent_bytes_total{{peer="{1 - rank}"}}', a2a["bytes_sent"][1 - rank]),
+                    ("pplx_comm_network_bytes_total", a2a["proxy"]["bytes"]),
+                    ("pplx_comm_alive_ranks", 2),
+                ):
+                    name, _, labels = expression.partition("{")
+                    of_rank = f'{name}{{rank="{rank}"' + (f",{labels}" if labels else "}")
+                    server.until(of_rank, lambda found, value=value: found and float(found[0]["value"][1]) == value)
+            for rank in range(2):
+                crew.tell(rank, "read")
+        assert all(result["turns"] > 0 for result in crew.collect())
