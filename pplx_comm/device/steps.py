@@ -116,6 +116,9 @@ class Steps:
         """Raises what went wrong since the last call, if anything did."""
         if not self._life.usable:
             self._life.check(call)
+        failure = self.session.control.failure
+        if failure is not None:
+            self._hear(failure)  # the control thread may have told a barrier of it, and not yet this AllToAll
         try:
             self.device.core.raise_trouble()
         except BaseException:

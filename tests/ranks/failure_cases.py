@@ -272,6 +272,20 @@ def late_behind_relays(me: Any, case: Case) -> list[dict[str, Any]]:
     return told
 
 
+def heard_by_a_barrier_first(me: Any, case: Case, victim: int, path: str) -> dict[str, Any]:
+    """Rank `victim` dies, and the control thread has not told the AllToAll when check() is called."""
+    a2a = open_all_to_all(me, case)
+    Good(me, case, a2a).step()
+    a2a._steps._forget_failures()
+    me.comm.barrier()
+    if me.rank == victim:
+        _die(path)
+    until_failure(me)
+    result = raised(a2a.check)
+    result["closing"] = end_of(me, a2a, True)
+    return result
+
+
 def leaves(me: Any, case: Case, who: int, what: str) -> dict[str, Any]:
     """One rank closes while the others wait for its next step."""
     a2a = open_all_to_all(me, case)

@@ -109,6 +109,13 @@ def test_two_die_at_once(transport: str) -> None:
         assert left_in_shm(crew) == []
 
 
+def test_a_death_of_which_a_barrier_tells_first(tmp_path: Path) -> None:
+    with Crew(3) as crew:
+        crew.start("failure_cases:heard_by_a_barrier_first", Case(41, 3), 1, str(tmp_path / "died"))
+        for r in crew.collect(ranks=[0, 2]):
+            assert r.get("is_peer") and r["peer"] == 1 and "rank 1" in r["message"], r
+
+
 def test_of_two_causes_all_calls_name_one() -> None:
     with Crew(3) as crew:
         assert crew.run("failure_cases:two_causes", Case(42, 3))[0]["peer"] == 2
