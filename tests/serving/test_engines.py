@@ -35,8 +35,10 @@ def test_one_process_makes_something(alone: Alone) -> None:
 
 
 @pytest.mark.parametrize("env", [{}, PROXY], ids=["mapped", "tcp"])
-def test_two_engines(run: Engines, models: dict[str, Path], alone: Alone, env: dict[str, str]) -> None:
-    ranks = run.ranks(2, models["qwen3_moe"], **env)
+def test_two_engines(run: Engines, models: dict[str, Path], alone: Alone, env: dict[str, str], tmp_path: Path) -> None:
+    """The variable alone makes their metrics, too."""
+    metrics = {"PPLX_COMM_METRICS": str(tmp_path), "PPLX_COMM_METRICS_SECONDS": "1"}
+    ranks = run.ranks(2, models["qwen3_moe"], **env, **metrics)
     made = finished(ranks)
     assert same(made, alone["qwen3_moe"]) == ALL
     for rank in ranks:
