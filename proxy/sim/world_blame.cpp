@@ -249,7 +249,9 @@ void World::check_failure(const Rank& rank, const Object& object, const PeerFail
       break;
     case Trouble::FailWrite:
     case Trouble::FailPost:
-      if (f.peer != trap.peer && gave_up_on_silent(ranks_[victim_].objects[trap.immediate.object].closed == steps_)) break;
+      // The rank to which it failed may be the one that is given up.
+      if ((f.peer != trap.peer || first_hand) && gave_up_on_silent(ranks_[victim_].objects[trap.immediate.object].closed == steps_))
+        break;
       must_blame(trap.peer);
       if (first_hand && object.config.object == trap.immediate.object) must_say(AbortReason::Fabric);
       break;
