@@ -28,7 +28,7 @@ _PREFIX = "pplx_comm_"
 
 
 class Counted(Protocol):
-    """What is read of a Communicator."""
+    """A Communicator, as far as metrics read it."""
 
     rank: int
 
@@ -149,7 +149,7 @@ def _escaped(value: str) -> str:
 
 
 class Collector:
-    """For prometheus_client: reads the counters whenever it is asked. Holds its Communicators weakly."""
+    """Reads the counters whenever prometheus_client asks. Holds its Communicators weakly."""
 
     def __init__(self, *communicators: Counted) -> None:
         self._communicators = [weakref.ref(each) for each in communicators]

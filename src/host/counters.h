@@ -1,4 +1,4 @@
-// What an AllToAll counts from its construction on, the same on both devices. docs/api.md says it key by key.
+// The counts of an AllToAll since its construction, the same on both devices. docs/api.md says them key by key.
 #pragma once
 
 #include <cstddef>
@@ -29,7 +29,7 @@ struct Times {
 inline constexpr std::uint32_t kTimed = 4;            // the halves
 inline constexpr const char* kTimedNames[kTimed] = {"dispatch_send", "dispatch_recv", "combine_send", "combine_recv"};
 
-// What is waited for: the sources of a dispatch, and those of a combine.
+// Waits are for the sources of a dispatch, and for those of a combine.
 inline constexpr std::uint32_t kAwaited = 2;
 
 // To and from another rank; of oneself there is nothing.
@@ -45,7 +45,7 @@ struct Counters {
   std::uint64_t steps = 0, tokens = 0;
   std::uint64_t large_dispatches = 0, large_combines = 0;   // launches of the kernels for large steps, halves too
   std::vector<PeerCounters> peers;
-  std::vector<std::uint64_t> expert_rows;             // of the local ones, received
+  std::vector<std::uint64_t> expert_rows;             // received, by local expert
   Times times[kTimed];
 };
 
