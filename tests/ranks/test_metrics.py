@@ -7,6 +7,7 @@ import re
 import shutil
 import subprocess
 import time
+import urllib.error
 import urllib.parse
 import urllib.request
 from collections.abc import Iterator
@@ -63,7 +64,16 @@ def test_rules() -> None:
 
 class Prometheus:
     def __init__(self, port: int) -> None:
-        self._at = f"http://127.0.0.1:{port}/api/v1/"
+        self._host = f"http://127.0.0.1:{port}/"
+        self._at = self._host + "api/v1/"
+
+    def ready(self) -> bool:
+        """It listens before it has read what it stored."""
+        try:
+            with urllib.request.urlopen(self._host + "-/ready", timeout=20) as answer:
+                return bool(answer.status == 200)
+        except urllib.error.HTTPError:
+            return False
 
     def get(self, path: str, **arguments: str) -> Any:
         with urllib.request.urlopen(self._at + path + "?" + urllib.parse.urlencode(arguments), timeout=20) as answer:
@@ -96,7 +106,11 @@ def prometheus(folder: Path, ports: list[int]) -> Iterator[Prometheus]:
         while not (port := re.search(r"Listening on.*127\.0\.0\.1:(\d+)", log.read_text())):
             assert process.poll() is None and time.monotonic() < deadline, log.read_text()
             time.sleep(0.1)
-        yield Prometheus(int(port[1]))
+        server = Prometheus(int(port[1]))
+        while not server.ready():
+            assert process.poll() is None and time.monotonic() < deadline, log.read_text()
+            time.sleep(0.1)
+        yield server
     finally:
         process.terminate()
         process.wait(20)
