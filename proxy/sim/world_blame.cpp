@@ -249,11 +249,10 @@ void World::check_failure(const Rank& rank, const Object& object, const PeerFail
       break;
     case Trouble::FailWrite:
     case Trouble::FailPost:
-      // The rank to which it failed may be the one that is given up.
-      if ((f.peer != trap.peer || first_hand) && gave_up_on_silent(ranks_[victim_].objects[trap.immediate.object].closed == steps_))
-        break;
+      if (f.peer != trap.peer && gave_up_on_silent(ranks_[victim_].objects[trap.immediate.object].closed == steps_)) break;
       must_blame(trap.peer);
-      if (first_hand && object.config.object == trap.immediate.object) must_say(AbortReason::Fabric);
+      // A rank that makes no more calls may be told first: others have given up the rank to which it failed.
+      if (first_hand && !rank.told && object.config.object == trap.immediate.object) must_say(AbortReason::Fabric);
       break;
     case Trouble::FailSomewhere:
     case Trouble::Overrun:
