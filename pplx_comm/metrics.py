@@ -139,7 +139,7 @@ def text(of: Iterable[Family]) -> str:
         name = family.name + ("_total" if family.kind == "counter" else "")
         lines += [f"# HELP {name} {family.help}", f"# TYPE {name} {family.kind}"]
         for suffix, labels, value in family.samples:
-            shown = ",".join(f'{label}="{_escaped(of)}"' for label, of in labels.items())
+            shown = ",".join(f'{label}="{_escaped(named)}"' for label, named in labels.items())
             lines.append(f"{family.name}{suffix}{{{shown}}} {value:.17g}")
     return "\n".join(lines) + "\n"
 

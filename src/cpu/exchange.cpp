@@ -43,7 +43,8 @@ void Exchange::run(PhaseRun& phase_run, Phase phase, std::uint32_t step, const I
   Since since{now_()};
   const double begun = since.begun;
   double ask = begun + 0.05;
-  std::vector<double> waited(config().world);
+  const bool receives = phase == Phase::DispatchRecv || phase == Phase::CombineRecv;
+  std::vector<double> waited(receives && blocks_.tally().counts ? config().world : 0);
   Backoff backoff;
   try {
     const ThreadPool::Help help(pool_, phase_run);
@@ -51,7 +52,7 @@ void Exchange::run(PhaseRun& phase_run, Phase phase, std::uint32_t step, const I
       const double idle = now_();
       backoff.pause();
       const double at = now_();
-      if (blocks_.tally().counts) phase_run.add_wait(at - idle, waited);
+      if (!waited.empty()) phase_run.add_wait(at - idle, waited);
       if (at < ask) continue;
       ask = at + 0.05;
       if (interrupted) interrupted();
@@ -68,7 +69,6 @@ void Exchange::run(PhaseRun& phase_run, Phase phase, std::uint32_t step, const I
   blocks_.tally().count([&](Counters& counters) {
     const auto ns = [](double seconds) { return static_cast<std::uint64_t>(seconds * 1e9); };
     counters.times[static_cast<int>(phase == Phase::Weights ? Phase::CombineSend : phase) - 1].add(ns(now_() - begun));
-    if (phase != Phase::DispatchRecv && phase != Phase::CombineRecv) return;
     for (std::uint32_t peer = 0; peer < waited.size(); ++peer)
       if (peer != config().rank) counters.peers[peer].waited[phase == Phase::CombineRecv] += ns(waited[peer]);
   });
