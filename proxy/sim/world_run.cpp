@@ -62,11 +62,11 @@ void World::start(Rank& rank) {
         object.exchange->failures().lost_network(f.abort(rank.number), f.text(rank.number));
         wake(*rank.phases_actor);
       };
-      // The immediate of a step whose five bits no step of this generation has.
+      // The immediate of a step whose five bits no step of this generation has, nor one that a set would have next.
       std::vector<std::uint32_t> strays;
       const std::uint32_t low = object.config.first_step & 0x1fu;
       for (const Rank& peer : ranks_)
-        if (o.peers[peer.number] && low >= 1 && low + steps_ < 0x20 && random_.chance(0.1))
+        if (o.peers[peer.number] && low >= 1 && low + steps_ + object.config.in_flight < 0x20 && random_.chance(0.1))
           strays.push_back(pack({random_.chance(0.5) ? Op::Combine : Op::Weights, object.config.object, peer.number, 0, 0, 1}));
       rank.proxy->attach(std::move(o));
       for (std::uint32_t stray : strays) network_.push_arrival(rank.fabric->port(), stray);
