@@ -133,11 +133,14 @@ void World::build() {
   for (const Rank& rank : ranks_)
     nodes_.push_back(numbers.emplace(any ? nodes.below(most) : rank.node, numbers.size()).first->second);
   scripts_.resize(objects_);
+  std::vector<Config> configs;
   for (std::uint32_t o = 0; o < objects_; ++o) {
-    const Config config = draw_config(o, replicas, pieces);
-    in_pieces_ |= in_pieces(config);
-    make_object(o, config);
+    const Config& c = configs.emplace_back(draw_config(o, replicas, pieces));
+    if (!in_pieces(c)) continue;
+    in_pieces_ = true;
+    timeout_ = std::max(timeout_, 0.1 * max_rows_of_block(c) / heap_of(c).piece_rows);   // a rank pauses for up to 10 ms
   }
+  for (std::uint32_t o = 0; o < objects_; ++o) make_object(o, configs[o]);
 }
 
 // One AllToAll, on every rank.
