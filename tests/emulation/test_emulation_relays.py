@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -144,11 +144,20 @@ def test_damaged_node_blocks() -> None:
             assert r[name].get("is_peer") and not r[name]["is_timeout"] and r[name]["peer"] == 0, (name, r[name])
 
 
-def test_blame() -> None:
+def check_blame(world: int, transport: str, incidents: Sequence[tuple[int, str]]) -> None:
     """Every rank names the one that is late or stands still, whatever waits for it in turn."""
-    with Crew(4) as crew:
-        case = Case(54, 4, transport="relayed:tcp", steps=6, num_experts=8, top_k=4)
-        results = crew.run("emulated:call", module(), "failure_cases:late_behind_relays", case, timeout=120)
-    for number, (culprit, place) in enumerate(LATE):
+    with Crew(world) as crew:
+        case = Case(54, world, transport=transport, steps=6, num_experts=8, top_k=4)
+        results = crew.run("emulated:call", module(), "failure_cases:late_behind_relays", case, incidents, timeout=120)
+    for number, (culprit, place) in enumerate(incidents):
         for r in results:
             assert r[number].get("is_peer") and r[number]["peer"] == culprit, (place, r[number])
+
+
+def test_blame() -> None:
+    check_blame(4, "relayed:tcp", LATE)
+
+
+def test_blame_of_a_rank_that_relays_for_nobody() -> None:
+    """Rank 0 waits for rank 1 alone, which waits for rank 2."""
+    check_blame(3, "relayed-alone:tcp", [(2, "combine_send")])

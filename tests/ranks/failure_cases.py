@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -232,12 +232,12 @@ def slow_rank(me: Any, case: Case, slow: int, timeout: float, phase: str, steps:
     return result
 
 
-def late_behind_relays(me: Any, case: Case) -> list[dict[str, Any]]:
+def late_behind_relays(me: Any, case: Case, incidents: Sequence[tuple[int, str]] = LATE) -> list[dict[str, Any]]:
     """Returns what each rank saw, by incident: rank 2 stops before rank 0's rows come; others are awake, and late."""
     pids = [there["pid"] for there in me.comm.control.all_gather({"pid": os.getpid()}, "pids")]
     told: list[dict[str, Any]] = []
     with open_all_to_all(me, case, timeout=2.0) as a2a:
-        for number, (culprit, place) in enumerate(LATE):
+        for number, (culprit, place) in enumerate(incidents):
             good = Good(me, replace(case, seed=case.seed + number), a2a)
             good.step()
             runner, n = good.runner, good.n
