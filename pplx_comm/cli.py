@@ -11,6 +11,7 @@ from pplx_comm._version import __version__
 EPILOG = """\
 examples:
   python -m pplx_comm doctor --tokens 128 --wire fp8 --ranks 8
+  python -m pplx_comm top /var/lib/node_exporter/textfile
   python -m pplx_comm efa-soft --nics 2 -- mpirun -n 4 python examples/hello.py
   python -m pplx_comm compat run deep_ep -- python train.py
 
@@ -33,6 +34,9 @@ def parser(chosen: str | None = None) -> argparse.ArgumentParser:
     top.add_argument("--version", action="version", version=f"pplx_comm {__version__}")
     commands = top.add_subparsers(required=True, metavar="COMMAND", dest="chosen")
     check = commands.add_parser("doctor", help="what this machine has, what is off, and how to turn it on", description=DOCTOR)
+    from pplx_comm import top as watching
+
+    watching.add_arguments(commands.add_parser("top", help=watching.HELP, description=watching.DESCRIPTION))
     from pplx_comm.efasoft import launch
 
     launch.add_arguments(commands.add_parser("efa-soft", help=launch.HELP, description=launch.DESCRIPTION))
@@ -60,6 +64,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from pplx_comm.compat import command
 
         return command.main(given)
+    if chosen == "top":
+        from pplx_comm import top as watching
+
+        return watching.main(given)
     from pplx_comm import doctor
 
     return doctor.main(given)

@@ -164,6 +164,7 @@ class Communicator:
     def stats(self) -> dict[str, Any]:
         """The counters of this rank, also after close().
 
+        job: a name that all ranks of this Communicator have, and no other one.
         rank, world_size: of this Communicator.
         generation: how often the ranks that are left have agreed, by reset().
         alive: the ranks that neither died nor left, as far as this one knows.
@@ -171,6 +172,7 @@ class Communicator:
         all_to_alls: what `AllToAll.stats` returns, for each that is not yet garbage.
         """
         return {
+            "job": self.control.job,
             "rank": self.rank,
             "world_size": self.world_size,
             "generation": self.control.generation,

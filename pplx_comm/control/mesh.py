@@ -6,6 +6,7 @@ State lives under one condition. One thread, the control thread, reads all conne
 from __future__ import annotations
 
 import os
+import secrets
 import socket
 import threading
 import time
@@ -32,6 +33,8 @@ class Mesh:
     def __init__(self, rank: int, world_size: int) -> None:
         self.rank = rank
         self.world_size = world_size
+        self.job = secrets.token_hex(4)
+        """A name that all ranks have, once it has started, and no other mesh."""
         self.condition = threading.Condition()
         self.generation = 0
         self.failure: Failure | None = None
@@ -63,6 +66,7 @@ class Mesh:
 
     def start(self, listeners: Iterable[socket.socket], me: Identity) -> None:
         """Open the door to higher ranks. The control thread runs from here to close()."""
+        self.job = me.job_digest[:8]
         self._loop = Loop(self.condition)
         self._door = Door(self._loop.selector, listeners, me, may_come=self._may_come, came=self.adopt)
         self._thread = threading.Thread(target=self._run, name=f"pplx_comm rank {self.rank}", daemon=True)

@@ -29,6 +29,7 @@ class ControlPlane:
         weakref.finalize(self, mesh.abandon, "its Communicator was dropped without close()").atexit = False
         self.node_of = list(node_of)
         self.one_network = one_network
+        self.job = mesh.job
         self.rank = mesh.rank
         self.world_size = mesh.world_size
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import time
 from pathlib import Path
 from typing import Any
 
@@ -76,3 +77,17 @@ def served(me: Any, case: Case) -> dict[str, Any]:
         thread.join()
     must(me.comm.stats()["all_to_alls"] == stats["all_to_alls"], "stats after close")
     return {"turns": turns, **stats}
+
+
+def with_a_late_rank(me: Any, case: Case, late: int) -> int:
+    """Takes steps until it hears that this is enough; one rank comes late to each."""
+    turns = 0
+    with open_all_to_all(me, case) as a2a:
+        runner = Runner(me, case, a2a)
+        while me.comm.agree(not me.is_told()):
+            if me.rank == late:
+                time.sleep(0.1)
+            runner.run()
+            turns += 1
+        me.hear()
+    return turns

@@ -6,6 +6,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.parse
@@ -41,6 +42,23 @@ def test_no_folder(tmp_path: Path) -> None:
     with Crew(2, {"PPLX_COMM_METRICS": str(tmp_path / "absent"), "PPLX_COMM_METRICS_SECONDS": "1"}) as crew:
         for lines in crew.run("metrics_cases:no_such_folder", Case(12, 2, steps=2)):
             assert len(lines) == 1 and "absent" in lines[0], lines
+
+
+def test_top(tmp_path: Path) -> None:
+    """It names the rank that is late to every step, and no other."""
+    command = [sys.executable, "-m", "pplx_comm", "top", str(tmp_path), "--once", "--matrix"]
+    with Crew(4, {"PPLX_COMM_METRICS": str(tmp_path), "PPLX_COMM_METRICS_SECONDS": "1"}) as crew:
+        crew.start("metrics_cases:with_a_late_rank", Case(15, 4, max_tokens=4, steps=1), 2)
+        deadline = time.monotonic() + 100
+        while True:  # the first readings may be from before the first step
+            shown = subprocess.run(command, capture_output=True, text=True)
+            if "rank 2 is late" in shown.stdout:
+                break
+            assert time.monotonic() < deadline, shown
+        assert "4 ranks" in shown.stdout and shown.stdout.count("is late") == 1, shown.stdout
+        for rank in range(4):
+            crew.tell(rank, "enough")
+        assert min(crew.collect()) > 0
 
 
 def test_text() -> None:

@@ -1,0 +1,263 @@
+"""python -m pplx_comm top: what the ranks of a job do, and which of them is in the way of the others."""
+
+from __future__ import annotations
+
+import argparse
+import re
+import statistics
+import time
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from pplx_comm.errors import Error
+from pplx_comm.settings import Metrics, read
+
+HELP = "what the ranks of a running job do, and which of them is slow"
+DESCRIPTION = """\
+Shows the ranks whose counters are in a folder, that of PPLX_COMM_METRICS: steps a second, how long they wait for each other, the expert
+with the most rows, the network. Under the table it says what stands out. The job must have been started with PPLX_COMM_METRICS=DIR;
+where its hosts share that folder, all ranks are there. Waits are of a dispatch and a combine, between two readings.
+"""
+
+LATE, HOT = 4.0, 8.0
+"""By how much a wait is longer than usual ones, and an expert's rows are more than the mean, before it is said."""
+LEAST_MS = 0.02
+"""Waits of a step that are shorter stand out for nobody."""
+LEAST_ROWS = 16
+"""The mean of an object's experts from which one may be hot."""
+
+SILENT = 120.0
+"""Seconds in which not all ranks have written, after which it is an error."""
+
+_SAMPLE = re.compile(r"^pplx_comm_(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
+_LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
+
+
+@dataclass
+class Reading:
+    """The counters of a rank, when its file was written."""
+
+    at: float
+    job: str = ""
+    rank: int = 0
+    world_size: int = 0
+    alive: int = 0
+    steps: float = 0
+    open_steps: float = 0
+    waits: dict[int, float] = field(default_factory=dict)
+    experts: dict[tuple[str, str], float] = field(default_factory=dict)
+    nics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass
+class Rank:
+    """What a rank did between two readings."""
+
+    rank: int
+    steps: float
+    seconds: float
+    open_steps: float
+    alive: int
+    waits: dict[int, float]
+    """Milliseconds of a step, by peer."""
+    experts: dict[tuple[str, str], float]
+    """Rows, by object and local expert."""
+    nics: dict[str, float]
+    """Bytes."""
+
+
+def parse(text: str, at: float) -> Reading:
+    """A file of PPLX_COMM_METRICS."""
+    r = Reading(at)
+    for name, labelled, said in _SAMPLE.findall(text):
+        labels, value = dict(_LABEL.findall(labelled)), float(said)
+        if name == "job":
+            r.job, r.rank = labels["job"], int(labels["rank"])
+        elif name == "world_size":
+            r.world_size = int(value)
+        elif name == "alive_ranks":
+            r.alive = int(value)
+        elif name == "steps_total":
+            r.steps += value
+        elif name == "open_steps":
+            r.open_steps += value
+        elif name == "wait_seconds_total":
+            peer = int(labels["peer"])
+            r.waits[peer] = r.waits.get(peer, 0.0) + value
+        elif name == "expert_rows_total":
+            r.experts[labels["object"], labels["expert"]] = value
+        elif name == "network_bytes_total":
+            r.nics[f"{labels['provider']} {labels['nic']}"] = value
+    return r
+
+
+def read_folder(folder: Path) -> dict[str, dict[int, Reading]]:
+    """The last readings of all ranks, by job."""
+    jobs: dict[str, dict[int, Reading]] = {}
+    for path in sorted(folder.glob("pplx_comm-*.prom")):
+        try:
+            reading = parse(path.read_text(), path.stat().st_mtime)
+        except FileNotFoundError:  # its Communicator has closed
+            continue
+        if reading.job:
+            jobs.setdefault(reading.job, {})[reading.rank] = reading
+    return jobs
+
+
+def between(before: Reading, after: Reading) -> Rank:
+    steps = after.steps - before.steps
+    waits = {peer: 1e3 * (waited - before.waits.get(peer, 0.0)) / max(steps, 1.0) for peer, waited in after.waits.items()}
+    experts = {of: rows - before.experts.get(of, 0.0) for of, rows in after.experts.items()}
+    nics = {nic: nbytes - before.nics.get(nic, 0.0) for nic, nbytes in after.nics.items()}
+    return Rank(after.rank, steps, after.at - before.at, after.open_steps, after.alive, waits, experts, nics)
+
+
+def waited_for(ranks: Iterable[Rank]) -> dict[int, float]:
+    """For how many milliseconds of a step a rank is waited for: the median of those that wait."""
+    by_peer: dict[int, list[float]] = {}
+    for rank in ranks:
+        for peer, ms in rank.waits.items():
+            by_peer.setdefault(peer, []).append(ms)
+    return {peer: statistics.median(waits) for peer, waits in by_peer.items()}
+
+
+def verdicts(ranks: list[Rank], world_size: int) -> list[str]:
+    """What stands out, a sentence each."""
+    said = [f"rank {r.rank} goes on without {world_size - r.alive} of {world_size} ranks" for r in ranks if r.alive < world_size]
+    said += [f"rank {r.rank} has an open step and has ended none in {r.seconds:.0f} s" for r in ranks if r.open_steps and not r.steps]
+    moving = [r for r in ranks if r.steps]
+    said += [*_late(moving), *_hot(moving), *_idle(moving)]
+    return said
+
+
+def _late(ranks: list[Rank]) -> Iterator[str]:
+    """Ranks for which all others wait, then links over which one rank waits for one other."""
+    usual = waited_for(ranks)
+    late = set()
+    for rank, ms in usual.items():
+        others = [each for other, each in usual.items() if other != rank]
+        if others and ms > max(LEAST_MS, LATE * statistics.median(others)):
+            late.add(rank)
+            yield f"rank {rank} is late: the others wait {ms:.3g} ms a step for it, and {statistics.median(others):.2g} for each other"
+    for r in ranks:
+        for peer, ms in r.waits.items():
+            others = [each for other, each in r.waits.items() if other not in late | {peer}]
+            if peer in late or not others:
+                continue
+            limit = max(LEAST_MS, LATE * usual[peer], LATE * statistics.median(others))
+            if len(ranks) > 2 and ms > limit:
+                yield f"link {peer} -> {r.rank} is slow: rank {r.rank} waits {ms:.3g} ms a step for rank {peer}, others {usual[peer]:.2g}"
+
+
+def _hot(ranks: list[Rank]) -> Iterator[str]:
+    by_object: dict[str, list[tuple[float, int, str]]] = {}
+    for r in ranks:
+        for (number, expert), rows in r.experts.items():
+            by_object.setdefault(number, []).append((rows, r.rank, expert))
+    for number, of in by_object.items():
+        mean = statistics.fmean(rows for rows, _, _ in of)
+        for rows, rank, expert in of:
+            if mean >= LEAST_ROWS and rows > HOT * mean:
+                yield f"expert {expert} of rank {rank} (AllToAll {number}) gets {rows / mean:.1f} times the mean"
+
+
+def _idle(ranks: list[Rank]) -> Iterator[str]:
+    for r in ranks:
+        most = max(r.nics.values(), default=0.0)
+        for nic, nbytes in r.nics.items():
+            if nbytes == 0 and most > 0:
+                yield f"NIC {nic} of rank {r.rank} carries nothing, while others of it do"
+
+
+def table(ranks: list[Rank]) -> list[str]:
+    usual = waited_for(ranks)
+    lines = [f"{'rank':>4} {'steps/s':>9} {'waits ms':>9} {'most for':>8} {'waited for ms':>13} {'hot expert':>16} {'NIC MB/s':>9} {'open':>4}"]
+    for r in ranks:
+        peer, hot = max(r.waits, key=r.waits.__getitem__, default=None), max(r.experts, key=r.experts.__getitem__, default=None)
+        mean = statistics.fmean(r.experts.values()) if r.experts else 0.0
+        expert = f"{hot[1]}: {r.experts[hot] / mean:.1f}x" if hot is not None and mean else "-"
+        most = "-" if peer is None else str(peer)
+        lines.append(
+            f"{r.rank:>4} {r.steps / r.seconds:>9.1f} {sum(r.waits.values()):>9.3f} {most:>8} {usual.get(r.rank, 0.0):>13.3f}"
+            f" {expert:>16} {sum(r.nics.values()) / r.seconds / 1e6:>9.1f} {r.open_steps:>4.0f}"
+        )
+    return lines
+
+
+def matrix(ranks: list[Rank]) -> list[str]:
+    """How long each rank (a row) waits for each other one (a column), the darker the longer."""
+    shades = " .:-=+*#%@"
+    numbers = sorted({r.rank for r in ranks} | {peer for r in ranks for peer in r.waits})
+    most = max((ms for r in ranks for ms in r.waits.values()), default=0.0)
+    lines = [f"rows wait for columns; {shades[-1]} is {most:.3g} ms a step", "     " + "".join(f"{n % 100:>3}" for n in numbers)]
+    for r in ranks:
+        cells = (shades[int(r.waits.get(n, 0.0) / most * (len(shades) - 1))] if most else " " for n in numbers)
+        lines.append(f"{r.rank:>4} " + "".join(f"{cell * 2:>3}" for cell in cells))
+    return lines
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("folder", nargs="?", metavar="DIR", help="where the counters are (that of PPLX_COMM_METRICS)")
+    parser.add_argument("--job", help="the first letters of its name, where more than one is there")
+    parser.add_argument("--matrix", action="store_true", help="also show how long each rank waits for each other one")
+    parser.add_argument("--once", action="store_true", help="show it once, when all ranks have written twice, and exit")
+
+
+def main(given: argparse.Namespace) -> int:
+    folder = given.folder or read(Metrics).folder
+    if folder is None:
+        raise SystemExit("top: which folder? Start the job with PPLX_COMM_METRICS=DIR, and name DIR here or in that variable")
+    try:
+        return _show(Path(folder), given)
+    except KeyboardInterrupt:
+        return 0
+    except Error as problem:
+        raise SystemExit(f"top: {problem}") from None
+
+
+def _show(folder: Path, given: argparse.Namespace) -> int:
+    before: dict[int, Reading] = {}
+    while True:
+        job, readings = _await_all(folder, given.job, before)
+        silent = sorted(rank for rank in readings if readings[rank].at == before[rank].at)
+        ranks = [between(before[rank], readings[rank]) for rank in sorted(readings.keys() - set(silent))]
+        world_size = max(reading.world_size for reading in readings.values())
+        here = f", {len(readings)} of them in {folder}" if len(readings) < world_size else ""
+        lines = [f"job {job}: {world_size} ranks{here}", *table(ranks), *(["", *matrix(ranks)] if given.matrix else []), ""]
+        said = [f"rank {rank} writes nothing any more: it is gone, or stands still" for rank in silent] + verdicts(ranks, world_size)
+        print("\n".join(lines + (said or ["nothing stands out"])), flush=True)
+        if given.once:
+            return 0
+        print()
+        before = readings
+
+
+def _await_all(folder: Path, wanted: str | None, before: dict[int, Reading]) -> tuple[str, dict[int, Reading]]:
+    """The job, and its ranks once all have written since `before`, or some have thrice. Ranks that are new to it are added to that."""
+    written: dict[int, set[float]] = {}
+    begun = time.monotonic()
+    while True:
+        job, readings = _chosen(folder, wanted)
+        for rank, reading in readings.items():
+            before.setdefault(rank, reading)
+            if reading.at > before[rank].at:
+                written.setdefault(rank, set()).add(reading.at)
+        if readings.keys() <= written.keys() or any(len(times) == 3 for times in written.values()):
+            return job, readings
+        if time.monotonic() - begun > SILENT:
+            raise Error(f"nobody has written in {folder} for {SILENT:.0f} s: the job has ended without its goodbye, or stands still")
+        time.sleep(0.1)
+
+
+def _chosen(folder: Path, wanted: str | None) -> tuple[str, dict[int, Reading]]:
+    if not folder.is_dir():
+        raise Error(f"{folder} is no folder. It is that of PPLX_COMM_METRICS, with which the job was started")
+    jobs = read_folder(folder)
+    found = [job for job in jobs if job.startswith(wanted or "")]
+    if not found:
+        have = f"of {', '.join(sorted(jobs))}" if jobs else "of none"
+        raise Error(f"no counters of {'job ' + wanted if wanted else 'a job'} in {folder}, {have}; a job's are there while it runs")
+    if len(found) > 1:
+        raise Error(f"{folder} has {len(found)} jobs: name one with --job: {', '.join(sorted(found))}")
+    return found[0], jobs[found[0]]
