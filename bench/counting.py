@@ -1,8 +1,10 @@
 """Measures what the counters of stats() cost: steps that are counted beside steps that are not, in turn.
 
     mpirun -n 2 python bench/counting.py
+    python -m torch.distributed.run --nproc-per-node 2 bench/counting.py --device cuda
 
-Microseconds of a dispatch and a combine, of the slowest rank: the median of ten turns.
+Microseconds of a dispatch and a combine, of the slowest rank: the median of ten turns, each of so many pairs; on GPUs the replay
+of a graph.
 """
 
 from __future__ import annotations
@@ -24,7 +26,7 @@ import pplx_comm as pc
 TURNS = 10
 
 
-def layer(comm: pc.Communicator, counts: bool, tokens: int) -> pc.AllToAll:
+def layer(comm: pc.Communicator, counts: bool, device: str, tokens: int) -> pc.AllToAll:
     os.environ["PPLX_COMM_STATS"] = str(int(counts))
     return pc.AllToAll(
         comm,
@@ -34,7 +36,7 @@ def layer(comm: pc.Communicator, counts: bool, tokens: int) -> pc.AllToAll:
         max_tokens_per_rank=tokens,
         wire="fp8",
         layout=pc.Ragged(align=8),
-        device="cpu",
+        device=device,
     )
 
 
@@ -42,34 +44,53 @@ def turns_of(a2a: pc.AllToAll, pairs: int, x: torch.Tensor, ids: torch.Tensor) -
     """A turn returns microseconds of a pair."""
     first = a2a.dispatch(x, ids)
     out = torch.zeros_like(first.x, dtype=a2a.dtype)
-    y = torch.empty_like(x)
-    a2a.combine(out, first, out=y)
+    y = a2a.combine(out, first)
 
     def all_pairs() -> None:
         for _ in range(pairs):
             a2a.combine(out, a2a.dispatch(x, ids), out=y)
 
-    def turn() -> float:
-        begun = time.perf_counter()
-        all_pairs()
-        return (time.perf_counter() - begun) * 1e6 / pairs
+    if a2a.device.type == "cpu":
 
-    return turn
+        def turn() -> float:
+            begun = time.perf_counter()
+            all_pairs()
+            return (time.perf_counter() - begun) * 1e6 / pairs
+
+        return turn
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        all_pairs()
+
+    def replay() -> float:
+        begun, ended = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        begun.record()
+        graph.replay()
+        ended.record()
+        torch.cuda.synchronize()
+        return begun.elapsed_time(ended) * 1e3 / pairs
+
+    return replay
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--tokens", default="1,128", help="of each rank (%(default)s)")
-    parser.add_argument("--pairs", type=int, default=20, help="in a turn (%(default)s)")
+    parser.add_argument("--pairs", type=int, help="in a turn (20 on CPUs, 200 on GPUs)")
     options = parser.parse_args()
+    pairs = options.pairs or (200 if options.device == "cuda" else 20)
     torch.set_num_threads(1)
     with pc.Communicator.from_env() as comm:
+        device = "cpu" if options.device == "cpu" else f"cuda:{comm.host_rank}"
+        if device != "cpu":
+            torch.cuda.set_device(device)
         for tokens in map(int, options.tokens.split(",")):
             generator = torch.Generator().manual_seed(comm.rank)
-            x = torch.randn(tokens, 7168, generator=generator).to(torch.bfloat16)
-            ids = torch.rand(tokens, 256, generator=generator).topk(8).indices
-            both = {counts: layer(comm, counts, tokens) for counts in (False, True)}
-            turns = {counts: turns_of(a2a, options.pairs, x, ids) for counts, a2a in both.items()}
+            x = torch.randn(tokens, 7168, generator=generator).to(device, torch.bfloat16)
+            ids = torch.rand(tokens, 256, generator=generator).topk(8).indices.to(device)
+            both = {counts: layer(comm, counts, device, tokens) for counts in (False, True)}
+            turns = {counts: turns_of(a2a, pairs, x, ids) for counts, a2a in both.items()}
             times: dict[bool, list[float]] = {False: [], True: []}
             for number in range(TURNS + 1):
                 for counts in (number % 2 == 0, number % 2 != 0):

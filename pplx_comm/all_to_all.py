@@ -309,17 +309,18 @@ class AllToAll:
         """Counters since construction, the same keys on both devices; after close() as they were then.
 
         object: the AllToAll's number among those that are open, the same on all ranks.
-        counted: False on GPUs, whose kernels count nothing yet, and with PPLX_COMM_STATS=0. Then `steps`, `open_steps`,
-            `large_dispatches`, `large_combines` and `proxy` are all that is known.
-        steps, open_steps: those that were combined or released, and those whose memory is held; of the host's own calls, not of
-            what graphs replay.
+        counted: False with PPLX_COMM_STATS=0. Then `steps`, `open_steps`, `large_dispatches`, `large_combines` and `proxy` are all
+            that is known, of the host's own calls. Else all is counted, on a GPU as kernels do it, replays of graphs among them.
+        steps, open_steps: those that were combined or released, and, of the host's own calls, those whose memory is held.
         tokens: of this rank, in all dispatches.
         rows_sent, rows_received, bytes_sent, bytes_received: lists by rank, of dispatches and combines; nothing for oneself. Bytes
             are those of rows and headers.
         expert_rows: a list by local expert of the rows that it got.
-        dispatch_wait_seconds, combine_wait_seconds: lists by rank of how long this one waited for its rows with nothing to do.
-        phases: for `dispatch_send`, `dispatch_recv`, `combine_send` and `combine_recv`: `seconds`, and `buckets`, a list. Bucket i
-            has the times of less than 2^i microseconds that are in no bucket before it, the last one all others.
+        dispatch_wait_seconds, combine_wait_seconds: lists by rank of how long this one waited for its rows: on a CPU with nothing to
+            do, on a GPU until the first word of them was there.
+        phases: for `dispatch_send`, `dispatch_recv`, `combine_send` and `combine_recv`, on GPUs also for `dispatch` and `combine`,
+            launches that do both halves: `seconds`, and `buckets`, a list. Bucket i has the times of less than 2^i microseconds that
+            are in no bucket before it, the last one all others.
         large_dispatches, large_combines: launches of the kernels for many tokens; on CPUs 0.
         large_tokens: steps of this many tokens or more take those; only on GPUs.
         proxy: only where there is one: its `provider`, `writes`, `bytes`, `again` (posts that the NIC refused for the moment),
@@ -330,7 +331,7 @@ class AllToAll:
 
     def waits(self, half: str) -> torch.Tensor:
         """int64 [world_size], on the device of this AllToAll: for how many nanoseconds this rank has waited for each rank's rows so
-        far, in `half`, "dispatch" or "combine". Raises an Error on GPUs, whose kernels count nothing yet.
+        far, in `half`, "dispatch" or "combine". On a GPU as the current stream finds it; it can be captured.
         """
         return self._steps.waits(half)
 

@@ -230,7 +230,7 @@ class Settings:
         value=64 * 1024, default="65536",
     )  # fmt: skip
     stats: bool = _variable(
-        "PPLX_COMM_STATS", _flag, "0 or 1", "0 counts nothing for stats(), to see what that costs; kernels count nothing yet",
+        "PPLX_COMM_STATS", _flag, "0 or 1", "0 counts nothing for stats(), to see what that costs",
         value=True, default="1",
     )  # fmt: skip
     gdrcopy: bool = _variable(

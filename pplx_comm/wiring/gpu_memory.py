@@ -81,6 +81,7 @@ def make_gpu_exchange(
     slots = {peer: sorted(remote[peer]).index(control.rank) for peer in peers.remote}
     arguments: list[Any] = [config, heaps.own, heaps.of_peers, nodes_of(request, control), slots, proxied, bool(on_gpu)]
     arguments += [request.settings.gdrcopy, gpu, request.timeout, request.num_sms, large_tokens, request.settings.sending_share]
+    arguments.append(request.settings.stats)
     if request.by_kernels and (symmetric is None or symmetric.puts):
         arguments += _where_blocks_are(symmetric)
     exchange = attempts.run(lambda: kernels.Exchange(*arguments))  # type: ignore[union-attr]

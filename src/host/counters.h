@@ -26,8 +26,11 @@ struct Times {
   }
 };
 
-inline constexpr std::uint32_t kTimed = 4;            // the halves
-inline constexpr const char* kTimedNames[kTimed] = {"dispatch_send", "dispatch_recv", "combine_send", "combine_recv"};
+// What is timed: a half, or both where one launch does them.
+enum class Timed : std::uint32_t { DispatchSend, DispatchRecv, CombineSend, CombineRecv, Dispatch, Combine };
+inline constexpr std::uint32_t kTimed = 6;
+inline constexpr const char* kTimedNames[kTimed] = {"dispatch_send", "dispatch_recv", "combine_send",
+                                                    "combine_recv",  "dispatch",      "combine"};
 
 // Waits are for the sources of a dispatch, and for those of a combine.
 inline constexpr std::uint32_t kAwaited = 2;

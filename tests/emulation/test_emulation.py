@@ -40,6 +40,13 @@ def test_rows_that_are_not_read(transport: str, large: bool) -> None:
             crew.run(f"emulated:{how}", module(), *whole, "rank_cases:opened_again", case)
 
 
+@pytest.mark.parametrize(("transport", "large"), [("mapped", False), ("mapped", True), ("mixed:tcp", False)])
+def test_waits_are_counted(transport: str, large: bool) -> None:
+    with Crew(4, LARGE if large else {}) as crew:
+        case = Case(seed(), 4, num_experts=8, top_k=3, hidden=264, max_tokens=5, transport=transport, steps=2)
+        crew.run("emulated:call", module(), "rank_cases:a_late_rank", case, 2)
+
+
 @pytest.mark.parametrize("wire", ["native", "fp8"])
 def test_rows_that_look_blank(crew: Crews, wire: str) -> None:
     case = Case(seed(), crew.world_size, num_experts=8, top_k=3, hidden=264, max_tokens=20, wire=wire)

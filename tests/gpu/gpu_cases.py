@@ -119,9 +119,11 @@ def exchange(me: Any, case: Case) -> str:
     """All steps of a case against the reference, to the last bit."""
     with rank_cases.open_all_to_all(me, case, device=str(gpu_of(me))) as a2a:
         try:
-            digest: str = Runner(me, case, Carried(a2a)).run()  # type: ignore[arg-type]
+            runner = Runner(me, case, Carried(a2a))  # type: ignore[arg-type]
+            digest: str = runner.run()
             torch.cuda.synchronize()
             a2a.check()
+            rank_cases.check_counters(runner)
         except BaseException as problem:
             # A step that was given up leaves rows that differ.
             problem.args = (f"{problem}\n{outcomes.raised(a2a.check)['message']}\n{case}",)

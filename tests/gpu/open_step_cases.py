@@ -410,6 +410,7 @@ def a_capture_between(me: Any, case: Case) -> None:
     world = open_world(me, case)
     r = random.Random(case.seed)
     with world.a2a:
+        streams.settle()  # a kernel counts
         before = world.a2a.stats()["steps"]
         step = world.open(draw_inputs(case, r), 0, world.streams[0], True)
         streams.settle()
@@ -418,8 +419,8 @@ def a_capture_between(me: Any, case: Case) -> None:
         world.close(step, "halves")
         overlapped = world.capture(OVERLAPPED, 2) if case.in_flight > 1 else pair
         world.finish(step, world.streams[1])
-        assert [world.a2a.stats()[name] for name in ("open_steps", "steps")] == [0, before + 1]
         world.settle()
+        assert [world.a2a.stats()[name] for name in ("open_steps", "steps")] == [0, before + 1]
         world.replay(pair, [draw_inputs(case, r)], 1, world.streams[2])
         world.replay(overlapped, [draw_inputs(case, r) for _ in overlapped.inputs], 2, world.streams[0])
         world.settle()

@@ -53,6 +53,11 @@ def test_random_shapes(crew: Crews) -> None:
         crew.run("gpu_cases:exchange", random_case(begin + number, crew.world_size, ("mapped",)))
 
 
+def test_waits_are_counted(crew: Crews) -> None:
+    case = Case(seed(), crew.world_size, num_experts=16, top_k=4, hidden=512, max_tokens=4, in_flight=2, steps=2)
+    crew.run("gpu_cases:on_gpu", "rank_cases:a_late_rank", case, 1)
+
+
 def test_rows_that_are_not_read(crew: Crews) -> None:
     for number in range(8):
         drawn = random_case(seed() * 100_000 + 90_000 + number, crew.world_size, ("mapped",))

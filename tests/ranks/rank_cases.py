@@ -477,9 +477,7 @@ def check_counters(runner: Runner) -> None:
             expert_rows[expert] += len(segment.token)
     until("all steps are counted", lambda: runner.a2a.stats()["steps"] == len(runner.steps))
     stats = runner.a2a.stats()
-    must(stats["counted"] == ("large_tokens" not in stats), "counted, but on GPUs", stats)
-    if not stats["counted"]:
-        return
+    must(stats["counted"], "counted", stats)
     wanted = {"rows_sent": sent, "rows_received": received, "tokens": tokens, "expert_rows": expert_rows, "open_steps": 0}
     must({name: stats[name] for name in wanted} == wanted, "counters", stats, "must be", wanted)
     for way in ("sent", "received"):
@@ -488,7 +486,10 @@ def check_counters(runner: Runner) -> None:
     for half in ("dispatch", "combine"):
         must(stats[f"{half}_wait_seconds"][rank] == 0, "waits for oneself", stats)
     timed = {phase: sum(times["buckets"]) for phase, times in stats["phases"].items()}
-    must(set(timed.values()) == {len(runner.steps)}, "phases", timed)
+    for half in timed.keys() - {"dispatch", "combine"}:
+        # On GPUs a launch does both halves; in pieces, what a send half has left.
+        if not (case.slot_bytes and "large_tokens" in stats):
+            must(timed[half] + timed[half.split("_")[0]] == len(runner.steps), half, timed)
 
 
 def exchange(me: Any, case: Case) -> str:

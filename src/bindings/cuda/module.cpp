@@ -102,7 +102,7 @@ std::shared_ptr<Exchange> make_exchange(const Config& config, std::shared_ptr<Sh
                                         const std::map<std::uint32_t, std::shared_ptr<SharedMemory>>& peers, Nodes nodes,
                                         const std::map<std::uint32_t, std::uint32_t>& remote, bool proxied,
                                         bool blocks_on_gpu, bool gdrcopy, int device, double timeout, std::uint32_t num_sms, std::uint32_t large_tokens,
-                                        std::uint32_t sending_share
+                                        std::uint32_t sending_share, bool counts
 #ifdef PPLX_CARRIER
                                         ,
                                         Address symmetric, std::uint64_t symmetric_bytes, const std::vector<std::uint32_t>& pes
@@ -124,7 +124,8 @@ std::shared_ptr<Exchange> make_exchange(const Config& config, std::shared_ptr<Sh
 #ifdef PPLX_CARRIER
   memory.symmetric = {pointer<char>(symmetric), symmetric_bytes, pes};
 #endif
-  return std::make_shared<Exchange>(config, std::move(memory), device, timeout, num_sms, large_tokens, sending_share);
+  return std::make_shared<Exchange>(config, std::move(memory), device, timeout, num_sms, large_tokens, sending_share,
+                                    counts);
 }
 
 struct PlanLayout {
@@ -211,7 +212,7 @@ void bind_exchange(py::module_& m) {
       .def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("nodes"), py::arg("remote"),
            py::arg("proxied"),
            py::arg("blocks_on_gpu"), py::arg("gdrcopy"), py::arg("device"), py::arg("timeout"), py::arg("num_sms"), py::arg("large_tokens"),
-           py::arg("sending_share")
+           py::arg("sending_share"), py::arg("counts")
 #ifdef PPLX_CARRIER
                ,
            py::arg("symmetric"), py::arg("symmetric_bytes"), py::arg("pes")
@@ -293,7 +294,24 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly("generation", &Exchange::generation)
       .def_property_readonly("open_steps", &Exchange::open_steps)
       .def("set_num_sms", &Exchange::set_num_sms, py::arg("num_sms"))
-      .def("stats", [](const Exchange& e) { return to_dict(e.counters()); })
+      .def(
+          "stats",
+          [](const Exchange& e) {
+            const auto read = [&] {
+              const py::gil_scoped_release unlocked;
+              return e.counters();
+            };
+            return to_dict(read());
+          },
+          "Without a wait for kernels that run.")
+      .def(
+          "waits",
+          [](const Exchange& e, bool combine) {
+            const DeviceCounters* c = e.device_counters();
+            if (c == nullptr) throw Misuse("waits: nothing is counted with PPLX_COMM_STATS=0");
+            return py::make_tuple(reinterpret_cast<Address>(c->waited[combine]), e.config().world);
+          },
+          py::arg("combine"), "Device memory of int64 numbers, and how many.")
       .def_property_readonly("memory", &Exchange::memory, "Memory that peers write into.")
       .def_property_readonly("large_tokens", &Exchange::large_tokens, "Steps of this many tokens or more are large, where any are.");
   m.def("large_tokens", &tuned_large_tokens, py::arg("config"), py::arg("device"), py::arg("num_sms"),

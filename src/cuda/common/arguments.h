@@ -8,6 +8,7 @@
 // one would be wrong when a captured graph replays.
 #pragma once
 
+#include "../../host/counters.h"
 #include "../../protocol/heap.h"
 #include "../../protocol/notices.h"
 #include "../../protocol/relay_layout.h"
@@ -89,6 +90,18 @@ struct PutCounts {
   std::uint64_t posted[kMaxInFlight][kOps][kMostParts][kMaxPeers];  // puts for the peer
 };
 
+// What kernels count, replays among them: device memory, one of an AllToAll. Rows of each local expert follow.
+struct DeviceCounters {
+  struct Rows {
+    unsigned long long sent, received;
+  };
+  unsigned long long steps, tokens;
+  Rows dispatched[kMaxPeers], combined[kMaxPeers];
+  unsigned long long waited[kAwaited][kMaxPeers];                 // nanoseconds: sums over steps
+  unsigned long long times[kTimed][kTimeBuckets], nanoseconds[kTimed];
+  unsigned long long large[kAwaited];                             // launches, halves too
+};
+
 // Common to all launches of an AllToAll.
 struct Common {
   Config c;
@@ -130,6 +143,7 @@ struct Common {
   Report* report = nullptr;
   PartSizes dispatch_parts, combine_parts;  // blocks for other nodes have them
   std::uint64_t* stamps = nullptr;  // bench: when each launch began, [step mod stamp_steps][dispatch, combine]
+  DeviceCounters* counters = nullptr;  // none: nothing is counted
   std::uint32_t stamp_steps = 0;
   std::uint64_t rails = 0;  // remote peers that have slots here: with relays not all have
 #ifdef PPLX_CUDA_STAGES

@@ -12,15 +12,17 @@ template <typename T, bool kMappedOnly, int kSent>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(const __grid_constant__ CombineArguments a) {
   PPLX_SHARED(typename CombineExtras<kMappedOnly>::Shared, s);
   const Common& k = a.common;
-  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
+  const std::uint64_t begun = begin_launch(k);
   mark_stage(k, Stage::CombineBegins);
   Places places;
   if (a.send) load_first_places<kMappedOnly>(a, places);
   const std::uint32_t entry = a.recv ? load_token_row(a, receive_unit(first_of_warp())) : kNone;
+  const std::uint32_t sent = load_rows_sent(a);
   std::uint32_t step = 0;
   if (!begin_combine(a, step, kCombineWarps, s)) return;
   s.entries[threadIdx.x] = entry;  // registers are for the sums meanwhile
   if (a.recv) begin_to_close(k, step);
+  count_combine(a, s.rows_begin, sent);
   bool rounds = false;
   if constexpr (!kMappedOnly) {
     rounds = k.heap.in_pieces && s.many != 0;
@@ -43,6 +45,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(
   }
   mark_stage(k, Stage::CombineEnds);
   stamp(k, Op::Combine, step, begun);
+  end_launch(k, Op::Combine, a.send, a.recv, false, begun);
 }
 
 }  // namespace

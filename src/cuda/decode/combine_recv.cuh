@@ -19,7 +19,9 @@ __device__ inline bool check_combine_header(const CombineArguments& a, std::uint
 __device__ inline void receive_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
   const Common& k = a.common;
   uint4 vec16;
+  const std::uint64_t begun = nanoseconds();
   if (!await_tagged(k, own_slot<true>(k, set_of(k.c, step), Op::Combine, peer), Phase::CombineRecv, step, peer, vec16)) return;
+  count_wait(k, Op::Combine, peer, begun, nanoseconds());
   if (vec16.z == peer)
     check_combine_header(a, step, peer, vec16.x, vec16.y);
   else
@@ -197,12 +199,14 @@ __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t 
   if constexpr (!kMappedOnly) {
     if (k.remote != 0) CombineExtras<kMappedOnly>::receive_headers(a, step);
     if (a.relays.sources != 0 && !CombineExtras<kMappedOnly>::template answer_sources<T>(a, step)) return;
+    if (k.remote != 0 && counts_here(k)) CombineExtras<kMappedOnly>::count_waits(a, step);
     if (k.slice.of > 1) {
       if (a.release || CombineExtras<kMappedOnly>::template receive_with_replicas<T>(a, step))
         receive_headers<kMappedOnly>(a, step);
       return;
     }
   }
+  receive_headers<kMappedOnly>(a, step);
   const std::uint32_t units = a.release ? 0 : a.own * a.received_in.strips;
   for (std::uint32_t nth = first_of_warp(); nth * gridDim.x < units;) {
     const std::uint32_t unit = receive_unit(nth);
@@ -213,7 +217,6 @@ __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t 
     if (threadIdx.x % 32 == 0) nth = atomicAdd(&s.received, 1);
     nth = __shfl_sync(~0u, nth, 0);
   }
-  receive_headers<kMappedOnly>(a, step);
 }
 
 }  // namespace pplx::cuda

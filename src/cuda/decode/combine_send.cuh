@@ -2,6 +2,7 @@
 // sum over the row's local experts, stored into the source's memory. extras/weights.cuh has what comes before them.
 #pragma once
 
+#include "../common/counters.cuh"
 #include "../common/relays.cuh"
 #include "../common/step.cuh"
 #include "../common/sum.cuh"

@@ -15,8 +15,8 @@ struct DispatchShared {
 
 // Warps behind the senders with a part of their own. All warps receive rows once they have done theirs.
 inline constexpr std::uint32_t kPublisher = kSenderWarps, kRowCounter = kPublisher + 1, kRowPlacer = kPublisher + 2;
-inline constexpr std::uint32_t kProxyWatcher = kPublisher + 3;
-static_assert(kProxyWatcher < kDispatchWarps);
+inline constexpr std::uint32_t kProxyWatcher = kPublisher + 3, kObserver = kPublisher + 4;
+static_assert(kObserver < kDispatchWarps);
 
 // Meets the whole block, while its first loads are under way. Returns the step, which the publisher has read.
 __device__ inline std::uint32_t hear_step(const Common& k, const SendShared& s) {
@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_con
   PPLX_SHARED(DispatchShared, s);
   const Common& k = a.common;
   const std::uint32_t warp = threadIdx.x / 32;
-  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
+  const std::uint64_t begun = begin_launch(k);
   mark_stage(k, Stage::DispatchBegins);
   if (threadIdx.x == 0) {
     s.receive.rows_known.init();
@@ -63,6 +63,8 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_con
       count_rows(a, step, s.receive);
     } else if (warp == kRowPlacer) {
       place_rows<kMappedOnly, kHooks>(a, step, s.receive, experts);
+    } else if (warp == kObserver) {
+      if (counts_here(k)) count_dispatch(a, step, s.receive, experts);
     } else if constexpr (!kMappedOnly) {
       if (warp == kProxyWatcher && k.remote != 0) DispatchExtras<kMappedOnly>::pass_on(a, step);
     }
@@ -71,6 +73,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_con
   }
   mark_stage(k, Stage::DispatchEnds);
   stamp(k, Op::Dispatch, step, begun);
+  end_launch(k, Op::Dispatch, a.send, a.recv, false, begun);
 }
 
 // more: bytes of shared memory behind the places of experts.

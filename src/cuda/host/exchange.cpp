@@ -4,6 +4,7 @@
 #include <bitset>
 #include <chrono>
 #include <cstdlib>
+#include <cstring>
 #include <iterator>
 #include <thread>
 
@@ -16,6 +17,8 @@ namespace {
 
 // Generations whose graphs are known to be old. A call that allocates may wait for the device, so all are there from the start.
 constexpr std::uint32_t kControls = 64;
+
+std::size_t counter_bytes(const Common& k) { return sizeof(DeviceCounters) + 8 * std::size_t{k.experts}; }
 
 Control fresh_control(const Config& c) {
   Control control{};
@@ -118,7 +121,7 @@ void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream)
 }
 
 Exchange::Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t large_tokens,
-                   std::uint32_t sending_share)
+                   std::uint32_t sending_share, bool counts)
     : device_(device), memory_(std::move(memory)), layout_(buffer_layout(config)), steps_(config), large_tokens_(large_tokens),
       sending_share_(sending_share) {
   if (const char* what = invalid(config)) throw Misuse(what);
@@ -156,6 +159,10 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
     alive[peer] = common_.peers[peer] != nullptr || (memory_.remote >> peer & 1) != 0;
   rebuild_order(alive);
   check(cudaStreamCreateWithFlags(&own_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
+  if (counts) {
+    check(cudaMalloc(reinterpret_cast<void**>(&common_.counters), counter_bytes(common_)), "cudaMalloc of the counters");
+    check(cudaMemsetAsync(common_.counters, 0, counter_bytes(common_), own_stream_), "cudaMemset of the counters");
+  }
   check(cudaMalloc(reinterpret_cast<void**>(&controls_), kControls * sizeof(Control)), "cudaMalloc of the Controls");
   common_.control = controls_ + common_.generation % kControls;
   write_control(common_.generation, fresh_control(config));
@@ -249,6 +256,7 @@ Exchange::~Exchange() {
   relay_blocks_.clear();
   host_.reset();
   cudaFree(controls_);
+  cudaFree(common_.counters);
   cudaFree(chunk_memory_);
   cudaFree(round_counts_);
 #ifdef PPLX_CARRIER
@@ -500,11 +508,41 @@ std::uint32_t Exchange::open_steps() const {
 }
 
 Counters Exchange::counters() const {
-  Counters counters(common_.c.world, common_.experts);
-  const std::lock_guard<std::mutex> lock(mutex_);
-  counters.steps = steps_.closed();
-  counters.large_dispatches = large_dispatches_;
-  counters.large_combines = large_combines_;
+  const Config& c = common_.c;
+  Counters counters(c.world, common_.experts);
+  if (common_.counters == nullptr) {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    counters.steps = steps_.closed();
+    counters.large_dispatches = large_dispatches_;
+    counters.large_combines = large_combines_;
+    return counters;
+  }
+  counters.counted = true;
+  const OnDevice on(device_);
+  const CaptureElsewhere capture;
+  std::vector<char> memory(counter_bytes(common_));
+  copy_now(memory.data(), common_.counters, memory.size(), own_stream_);
+  const auto& d = *reinterpret_cast<const DeviceCounters*>(memory.data());
+  counters.steps = d.steps;
+  counters.tokens = d.tokens;
+  counters.large_dispatches = d.large[0];
+  counters.large_combines = d.large[1];
+  for (std::uint32_t peer = 0; peer < c.world; ++peer) {
+    PeerCounters& p = counters.peers[peer];
+    const DeviceCounters::Rows &to = d.dispatched[peer], &back = d.combined[peer];
+    p.rows_sent = to.sent + back.sent;
+    p.rows_received = to.received + back.received;
+    if (peer == c.rank) continue;
+    const std::uint64_t headers = d.steps * (common_.dispatch.header_bytes + common_.combine.header_bytes);
+    p.bytes_sent = headers + to.sent * common_.dispatch.row_bytes + back.sent * common_.combine.row_bytes;
+    p.bytes_received = headers + to.received * common_.dispatch.row_bytes + back.received * common_.combine.row_bytes;
+    for (std::uint32_t op = 0; op < kAwaited; ++op) p.waited[op] = d.waited[op][peer];
+  }
+  std::memcpy(counters.expert_rows.data(), &d + 1, 8 * counters.expert_rows.size());
+  for (std::uint32_t i = 0; i < kTimed; ++i) {
+    std::copy(std::begin(d.times[i]), std::end(d.times[i]), counters.times[i].counts);
+    counters.times[i].nanoseconds = d.nanoseconds[i];
+  }
   return counters;
 }
 

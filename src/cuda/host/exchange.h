@@ -11,7 +11,6 @@
 #include <string>
 #include <vector>
 
-#include "../../host/counters.h"
 #include "../../host/first_failure.h"
 #include "../../host/fork_check.h"
 #include "../../host/halves.h"
@@ -86,7 +85,7 @@ class Exchange {
 
   // large_tokens: a step of this many or more is large, the same on all ranks. sending_share: of its thread blocks, in percent; 0: as tuned.
   Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t large_tokens,
-           std::uint32_t sending_share);
+           std::uint32_t sending_share, bool counts);
   ~Exchange();
   Exchange(const Exchange&) = delete;
   Exchange& operator=(const Exchange&) = delete;
@@ -130,7 +129,9 @@ class Exchange {
   // Counts eager calls; captures run nothing, and replays are not seen by the host.
   std::uint32_t open_steps() const;
   void set_num_sms(std::uint32_t num_sms);  // at most as at construction; from the next step that opens while no other is open
-  Counters counters() const;  // counts what the host has launched: kernels count nothing
+  const DeviceCounters* device_counters() const { return common_.counters; }
+  // What kernels have counted so far, without a wait for any that runs. Where they count nothing: what the host has launched.
+  Counters counters() const;
   std::uint32_t large_tokens() const { return large_tokens_; }
   // A launch as the table has it, and the reason.
   struct Explained {

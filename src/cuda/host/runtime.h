@@ -25,6 +25,18 @@ inline void copy_now(void* to, const void* from, std::size_t bytes, cudaStream_t
   check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
 
+// Calls of this thread do not end a graph's capture, its own or another thread's.
+class CaptureElsewhere {
+ public:
+  CaptureElsewhere() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  ~CaptureElsewhere() { cudaThreadExchangeStreamCaptureMode(&mode_); }
+  CaptureElsewhere(const CaptureElsewhere&) = delete;
+  CaptureElsewhere& operator=(const CaptureElsewhere&) = delete;
+
+ private:
+  cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
+};
+
 // The calling thread's current device is the caller's business: it comes back when this goes.
 class OnDevice {
  public:

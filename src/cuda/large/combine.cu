@@ -89,6 +89,7 @@ struct Teams {
     } else if (warp == kTeller) {
       if (!kExtras && a.send) begin_to_send(a, step, s);
       if (sends) SendTeller<kExtras>(a, step, s, s.out, out).tell_all();
+      if (kExtras && a.recv && a.common.remote != 0 && counts_here(a.common)) count_remote_waits(a, step);
     } else if (dealer) {
       if (sends && team == 0) {
         if (a.send) s.claimed.wait();
@@ -120,19 +121,22 @@ __global__ void __launch_bounds__(How::kThreads, 1) combine(const __grid_constan
   PPLX_LAUNCHED_SHARED(words);
   PPLX_SHARED(typename How::Shared, s);
   const Common& k = a.common;
-  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
+  const std::uint64_t begun = begin_launch(k);
   mark_stage(k, Stage::CombineBegins);
   SpanTimer::begin();
   const std::uint32_t warp = threadIdx.x / 32;
   s.prepare(warp);
+  const std::uint32_t sent = load_rows_sent(a);
   std::uint32_t step = 0;
   if (!begin_combine(a, step, 0, s)) return;
   if (a.recv) begin_to_close(k, step);
+  count_combine(a, s.rows_begin, sent);
   How::template work<T>(a, step, s, reinterpret_cast<char*>(words), warp);
   if (a.recv) close_set(k, step);
   mark_stage(k, Stage::CombineEnds);
   SpanTimer::end(k);
   stamp(k, Op::Combine, step, begun);
+  end_launch(k, Op::Combine, a.send, a.recv, true, begun);
 }
 
 template <typename T, typename How>

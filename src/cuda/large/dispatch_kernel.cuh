@@ -247,6 +247,7 @@ __device__ inline void receive_large(const DispatchArguments& a, std::uint32_t s
     if constexpr (!kRounds) carrier.find_runs();
   }
   if (warp == kPlacer) place_rows<true, kHooks>(a, step, s.receive, experts);
+  if (warp == kTeller && counts_here(a.common)) count_dispatch(a, step, s.receive, experts);
   if constexpr (kRounds) {
     if (warp == kPasser && a.common.remote != 0) pass_on_dispatches<true>(a, step);
     carrier.receive_rounds(s.received[warp], warp == kCounter && reports_counts());
@@ -267,7 +268,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1) dispatch(const __grid_consta
   PPLX_LAUNCHED_SHARED(words);
   PPLX_SHARED(DispatchShared<kRounds>, s);
   const Common& k = a.common;
-  const std::uint64_t begun = k.stamps != nullptr ? nanoseconds() : 0;
+  const std::uint64_t begun = begin_launch(k);
   mark_stage(k, Stage::DispatchBegins);
   SpanTimer::begin();
   char* const launched = reinterpret_cast<char*>(words);
@@ -301,6 +302,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1) dispatch(const __grid_consta
   mark_stage(k, Stage::DispatchEnds);
   SpanTimer::end(k);
   stamp(k, Op::Dispatch, step, begun);
+  end_launch(k, Op::Dispatch, a.send, a.recv, true, begun);
 }
 
 }  // namespace

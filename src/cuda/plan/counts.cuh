@@ -2,7 +2,7 @@
 // many choices each expert gets, and from those where each expert's rows begin. One thread block tells the caller.
 #pragma once
 
-#include "../common/arrival.cuh"
+#include "../common/counters.cuh"
 #include "../common/step.cuh"
 
 namespace pplx::cuda {
@@ -240,6 +240,29 @@ __device__ inline void count_rows(const DispatchArguments& a, std::uint32_t step
   if (good) place_sources(a, reports_counts(), s);
   if (threadIdx.x % 32 == 0) s.good = good;
   s.rows_known.set();
+}
+
+// Counts a dispatch: one warp that has the least to do.
+[[maybe_unused]] static __device__ __noinline__ void count_dispatch(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s,
+                                                                    Experts e) {
+  const Common& k = a.common;
+  const auto came = [&](std::uint32_t source) {
+    return is_tagged(k, load_vec16(k.peers[k.c.rank] + k.heap.rows_at(k.c, set_of(k.c, step), source)), step);
+  };
+  count_waits(k, Op::Dispatch, living_of(k), came, [&] { return s.rows_known.is_set(); });
+  s.rows_known.wait();
+  s.placed.wait();
+  if (!s.good || !s.placed_all) return;
+#pragma unroll 1
+  for (std::uint32_t source = threadIdx.x % 32; source < k.c.world; source += 32) {
+    if (source == k.c.rank)
+      add_relaxed(&k.counters->tokens, static_cast<unsigned long long>(a.tokens));
+    else
+      add_relaxed(&k.counters->dispatched[source].received, static_cast<unsigned long long>(s.rows[source]));
+  }
+#pragma unroll 1
+  for (std::uint32_t expert = threadIdx.x % 32; expert < k.experts; expert += 32)
+    add_relaxed(rows_of_experts(k) + expert, static_cast<unsigned long long>(e.at(k.c.world, expert) - e.at(0, expert)));
 }
 
 // Finds out where rows go, and tells the other warps: another warp's part.

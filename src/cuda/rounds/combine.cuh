@@ -64,6 +64,17 @@ template <typename T, bool kExtras>
   count_sums_of_round(k, p, step, peer, run.round, rows, kAllParts - of.rows() + (run.round == 0 ? kRoundBefore : 0));
 }
 
+// Counts the waits for the first part, or piece, of what remote peers send back: a warp of the block that counts.
+[[maybe_unused]] static __device__ __noinline__ void count_remote_waits(const CombineArguments& a, std::uint32_t step) {
+  const Common& k = a.common;
+  const auto came = [&](std::uint32_t peer) {
+    const void* word = parts_word(k, k.peers[k.c.rank], step, Op::Combine, peer);
+    if (k.heap.in_pieces) word = remote_word(k, a.pieces, RemoteWord::Landed, step, Op::Combine, peer);
+    return pieces_in(load_relaxed(word), k.generation, step) != 0;
+  };
+  count_waits(k, Op::Combine, k.remote & ~(k.dead | a.relays.skipped), came, [&] { return stopped(k, false); });
+}
+
 // Checks a remote peer's piece of what comes back. False: it is not what this rank expects.
 __device__ inline bool check_piece(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, std::uint32_t piece,
                                    std::uint32_t pieces) {

@@ -1,0 +1,77 @@
+// What kernels count, by adds that nothing waits for: the last thread block of a launch, which is the least likely to have sent anything.
+// One warp counts the waits for a peer: where all have a word in common to wait for, thousands of adds would meet at one address.
+#pragma once
+
+#include "arrival.cuh"
+
+namespace pplx::cuda {
+
+__device__ inline bool counts_here(const Common& k) { return k.counters != nullptr && blockIdx.x == gridDim.x - 1; }
+
+__device__ inline unsigned long long* rows_of_experts(const Common& k) { return reinterpret_cast<unsigned long long*>(k.counters + 1); }
+
+__device__ inline void count_wait(const Common& k, Op op, std::uint32_t peer, std::uint64_t begun, std::uint64_t ended) {
+  if (k.counters != nullptr && peer != k.c.rank)
+    add_relaxed(&k.counters->waited[static_cast<int>(op)][peer], static_cast<unsigned long long>(ended - begun));
+}
+
+// The ranks that live, a bit each.
+__device__ inline std::uint64_t living_of(const Common& k) { return (~0ull >> (kMaxPeers - k.c.world)) & ~k.dead; }
+
+// Counts how long each of `peers`, a bit each, lets this rank wait: a warp, from now until came(peer), or until ends() says that some
+// will not come.
+template <typename Came, typename Ends>
+__device__ inline void count_waits(const Common& k, Op op, std::uint64_t peers, const Came& came, const Ends& ends) {
+  const std::uint64_t begun = nanoseconds();
+  std::uint64_t missing = peers & ~(1ull << k.c.rank) & (0x100000001ull << threadIdx.x % 32);
+  for (bool over = false; __any_sync(~0u, missing != 0) && !over;) {
+    over = __any_sync(~0u, ends());
+    for (std::uint64_t left = missing; left != 0; left &= left - 1) {
+      const std::uint64_t now = nanoseconds();
+      const auto peer = static_cast<std::uint32_t>(__ffsll(static_cast<long long>(left)) - 1);
+      if (!came(peer)) continue;
+      missing &= ~(1ull << peer);
+      count_wait(k, op, peer, begun, now);
+    }
+  }
+}
+
+// The rows that this thread's peer sends back in a combine. Loaded early, where they are counted.
+__device__ inline std::uint32_t load_rows_sent(const CombineArguments& a) {
+  return a.recv && counts_here(a.common) && threadIdx.x < a.common.c.world ? __ldcg(a.plan.rows + threadIdx.x) : 0;
+}
+
+// Counts a combine with the rows of its dispatch: the first threads of a block. rows_begin: of what it got, by source.
+__device__ inline void count_combine(const CombineArguments& a, const std::uint32_t* rows_begin, unsigned long long sent) {
+  const Common& k = a.common;
+  const std::uint32_t peer = threadIdx.x;
+  if (!a.recv || !counts_here(k) || peer >= k.c.world) return;
+  if (peer == k.c.rank) {
+    add_relaxed(&k.counters->steps, 1ull);
+    return;
+  }
+  add_relaxed(&k.counters->dispatched[peer].sent, sent);
+  if (a.release) return;
+  add_relaxed(&k.counters->combined[peer].sent, static_cast<unsigned long long>(rows_begin[peer + 1] - rows_begin[peer]));
+  add_relaxed(&k.counters->combined[peer].received, sent);
+}
+
+// When a launch begins, where that is counted or kept.
+__device__ inline std::uint64_t begin_launch(const Common& k) { return k.stamps != nullptr || counts_here(k) ? nanoseconds() : 0; }
+
+// Counts a launch, at the end of the thread block that counts: one thread.
+static __device__ __noinline__ void count_launch(const Common& k, Op op, bool sends, bool receives, bool large, std::uint64_t begun) {
+  const bool combines = op == Op::Combine;
+  const Timed send = combines ? Timed::CombineSend : Timed::DispatchSend, recv = combines ? Timed::CombineRecv : Timed::DispatchRecv;
+  const auto timed = static_cast<int>(!receives ? send : !sends ? recv : combines ? Timed::Combine : Timed::Dispatch);
+  const std::uint64_t ns = nanoseconds() - begun, us = ns / 1000;
+  const std::uint32_t bucket = us == 0 ? 0 : min(64 - static_cast<std::uint32_t>(__clzll(static_cast<long long>(us))), kTimeBuckets - 1);
+  add_relaxed(&k.counters->times[timed][bucket], 1ull);
+  add_relaxed(&k.counters->nanoseconds[timed], static_cast<unsigned long long>(ns));
+  if (large) add_relaxed(&k.counters->large[combines], 1ull);
+}
+__device__ inline void end_launch(const Common& k, Op op, bool sends, bool receives, bool large, std::uint64_t begun) {
+  if (threadIdx.x == 0 && counts_here(k)) count_launch(k, op, sends, receives, large, begun);
+}
+
+}  // namespace pplx::cuda
