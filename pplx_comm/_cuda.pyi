@@ -103,7 +103,7 @@ class StreamEvent:
     def wait(self, stream: int) -> None:
         ...
 class Exchange:
-    def __init__(self, config: pplx_comm._core.Config, own: SharedMemory, peers: collections.abc.Mapping[int, SharedMemory], nodes: collections.abc.Sequence[int], remote: collections.abc.Mapping[int, int], proxied: bool, blocks_on_gpu: bool, gdrcopy: bool, device: int, timeout: float, num_sms: int, large_tokens: int, sending_share: int) -> None:
+    def __init__(self, config: pplx_comm._core.Config, own: SharedMemory, peers: collections.abc.Mapping[int, SharedMemory], nodes: collections.abc.Sequence[int], remote: collections.abc.Mapping[int, int], proxied: bool, blocks_on_gpu: bool, gdrcopy: bool, device: int, timeout: float, num_sms: int, large_tokens: int, sending_share: int, counts: bool) -> None:
         ...
     def await_experts(self, launch: Launch, first: int, count: int) -> None:
         """
@@ -158,10 +158,16 @@ class Exchange:
         Device memory, int64 [steps, 2]: when the dispatch and the combine of each step began, in ns; 0 ends it.
         """
     def stats(self) -> dict:
-        ...
+        """
+        Without a wait for kernels that run.
+        """
     def use_hooks(self) -> None:
         """
         Once, before the first step that has hooks.
+        """
+    def waits(self, combine: bool) -> tuple[int, int]:
+        """
+        Device memory of int64 numbers, and how many.
         """
     @property
     def arrivals_on_gpu(self) -> bool:

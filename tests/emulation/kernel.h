@@ -258,6 +258,7 @@ T atomicMax(T* at, V value) {
 
 // ---- arithmetic ----
 
+inline int __clzll(long long value) { return value == 0 ? 64 : __builtin_clzll(static_cast<unsigned long long>(value)); }
 inline int __ffs(int value) { return __builtin_ffs(value); }
 inline int __ffsll(long long value) { return __builtin_ffsll(value); }
 inline int __popc(unsigned value) { return __builtin_popcount(value); }

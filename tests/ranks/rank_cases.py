@@ -506,8 +506,7 @@ def exchange(me: Any, case: Case) -> str:
 
 def a_late_rank(me: Any, case: Case, late: int) -> None:
     """A rank comes late to a dispatch, then to a combine: the others have waited for it, and for no other as long. Where a busy machine
-    keeps one of them from its call for all that time, they try again."""
-    seconds = 0.2
+    keeps one of them from its call for all that time, they try again, and it comes later."""
     with open_all_to_all(me, case) as a2a:
         runner = Runner(me, case, a2a)
         runner.run()
@@ -518,7 +517,7 @@ def a_late_rank(me: Any, case: Case, late: int) -> None:
 
         steps = case.steps
         for half in ("dispatch", "combine"):
-            for _ in range(5):
+            for seconds in (0.2, 0.4, 0.8, 1.6, 3.2):
                 before = waited(half)
                 me.comm.barrier()
                 if half == "dispatch" and me.rank == late:

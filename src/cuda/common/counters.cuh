@@ -10,31 +10,21 @@ __device__ inline bool counts_here(const Common& k) { return k.counters != nullp
 
 __device__ inline unsigned long long* rows_of_experts(const Common& k) { return reinterpret_cast<unsigned long long*>(k.counters + 1); }
 
-__device__ inline void count_wait(const Common& k, Op op, std::uint32_t peer, std::uint64_t begun, std::uint64_t ended) {
-  if (k.counters != nullptr && peer != k.c.rank)
-    add_relaxed(&k.counters->waited[static_cast<int>(op)][peer], static_cast<unsigned long long>(ended - begun));
+__device__ inline void count_wait(const Common& k, Op op, std::uint32_t peer, std::uint64_t ns) {
+  if (k.counters != nullptr && peer != k.c.rank) add_relaxed(&k.counters->waited[static_cast<int>(op)][peer], static_cast<unsigned long long>(ns));
 }
 
-// The ranks that live, a bit each.
-__device__ inline std::uint64_t living_of(const Common& k) { return (~0ull >> (kMaxPeers - k.c.world)) & ~k.dead; }
+// A lane's wait, until the look that finds what it waits for: the lanes of a warp that wait for a peer each go on together.
+class WaitTimer {
+ public:
+  __device__ void look() { last_ = now(); }
+  __device__ void count(const Common& k, Op op, std::uint32_t peer) const { count_wait(k, op, peer, std::uint64_t{last_ - first_} << 8); }
 
-// Counts how long each of `peers`, a bit each, lets this rank wait: a warp, from now until came(peer), or until ends() says that some
-// will not come.
-template <typename Came, typename Ends>
-__device__ inline void count_waits(const Common& k, Op op, std::uint64_t peers, const Came& came, const Ends& ends) {
-  const std::uint64_t begun = nanoseconds();
-  std::uint64_t missing = peers & ~(1ull << k.c.rank) & (0x100000001ull << threadIdx.x % 32);
-  for (bool over = false; __any_sync(~0u, missing != 0) && !over;) {
-    over = __any_sync(~0u, ends());
-    for (std::uint64_t left = missing; left != 0; left &= left - 1) {
-      const std::uint64_t now = nanoseconds();
-      const auto peer = static_cast<std::uint32_t>(__ffsll(static_cast<long long>(left)) - 1);
-      if (!came(peer)) continue;
-      missing &= ~(1ull << peer);
-      count_wait(k, op, peer, begun, now);
-    }
-  }
-}
+ private:
+  // In units of 256 ns: two numbers of 64 bits would not stay in registers.
+  __device__ static std::uint32_t now() { return static_cast<std::uint32_t>(nanoseconds() >> 8); }
+  std::uint32_t first_ = now(), last_ = first_;
+};
 
 // The rows that this thread's peer sends back in a combine. Loaded early, where they are counted.
 __device__ inline std::uint32_t load_rows_sent(const CombineArguments& a) {

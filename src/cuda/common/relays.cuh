@@ -1,7 +1,7 @@
 // dedup="node": places in the memory of relays (protocol/nodes.h), and waits of which one must end before the others.
 #pragma once
 
-#include "arrival.cuh"
+#include "counters.cuh"
 
 namespace pplx::cuda {
 
@@ -66,12 +66,15 @@ class Deadline {
                                                                 std::uint32_t peer, std::uint64_t begun, std::uint64_t sooner) {
   Deadline deadline(k, step, begun, sooner);
   std::uint64_t seen = 0;
+  WaitTimer timer;
   const bool good = keep_looking(k, word, phase, step, peer, [&] { return seen; }, [&] {
+    timer.look();
     seen = load_acquire(word);
     if (matches<Match::Reached>(k, seen, step)) return true;
     deadline.look(k, phase, step, peer, seen);
     return false;
   });
+  if (phase == Phase::CombineRecv) timer.count(k, Op::Combine, peer);
   fuzz_delay(k, seen);
   return good;
 }

@@ -21,7 +21,7 @@ __device__ inline void receive_header(const CombineArguments& a, std::uint32_t s
   uint4 vec16;
   const std::uint64_t begun = nanoseconds();
   if (!await_tagged(k, own_slot<true>(k, set_of(k.c, step), Op::Combine, peer), Phase::CombineRecv, step, peer, vec16)) return;
-  count_wait(k, Op::Combine, peer, begun, nanoseconds());
+  count_wait(k, Op::Combine, peer, nanoseconds() - begun);
   if (vec16.z == peer)
     check_combine_header(a, step, peer, vec16.x, vec16.y);
   else
@@ -199,7 +199,6 @@ __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t 
   if constexpr (!kMappedOnly) {
     if (k.remote != 0) CombineExtras<kMappedOnly>::receive_headers(a, step);
     if (a.relays.sources != 0 && !CombineExtras<kMappedOnly>::template answer_sources<T>(a, step)) return;
-    if (k.remote != 0 && counts_here(k)) CombineExtras<kMappedOnly>::count_waits(a, step);
     if (k.slice.of > 1) {
       if (a.release || CombineExtras<kMappedOnly>::template receive_with_replicas<T>(a, step))
         receive_headers<kMappedOnly>(a, step);

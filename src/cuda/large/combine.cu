@@ -89,7 +89,6 @@ struct Teams {
     } else if (warp == kTeller) {
       if (!kExtras && a.send) begin_to_send(a, step, s);
       if (sends) SendTeller<kExtras>(a, step, s, s.out, out).tell_all();
-      if (kExtras && a.recv && a.common.remote != 0 && counts_here(a.common)) count_remote_waits(a, step);
     } else if (dealer) {
       if (sends && team == 0) {
         if (a.send) s.claimed.wait();

@@ -246,10 +246,19 @@ __device__ inline void count_rows(const DispatchArguments& a, std::uint32_t step
 [[maybe_unused]] static __device__ __noinline__ void count_dispatch(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s,
                                                                     Experts e) {
   const Common& k = a.common;
-  const auto came = [&](std::uint32_t source) {
-    return is_tagged(k, load_vec16(k.peers[k.c.rank] + k.heap.rows_at(k.c, set_of(k.c, step), source)), step);
-  };
-  count_waits(k, Op::Dispatch, living_of(k), came, [&] { return s.rows_known.is_set(); });
+  // Who passes on what comes from other nodes counts its own waits; relays' sources are waited for by all.
+  const std::uint64_t begun = nanoseconds(), elsewhere = k.dead | (k.c.node_ranks == 0 ? k.remote : 0);
+  std::uint64_t missing = (~0ull >> (kMaxPeers - k.c.world)) & ~elsewhere & (0x100000001ull << threadIdx.x % 32);
+  for (bool known = false; __any_sync(~0u, missing != 0) && !known;) {
+    known = __any_sync(~0u, s.rows_known.is_set());
+    for (std::uint64_t left = missing; left != 0; left &= left - 1) {
+      const std::uint64_t now = nanoseconds();
+      const auto source = static_cast<std::uint32_t>(__ffsll(static_cast<long long>(left)) - 1);
+      if (!is_tagged(k, load_vec16(k.peers[k.c.rank] + k.heap.rows_at(k.c, set_of(k.c, step), source)), step)) continue;
+      missing &= ~(1ull << source);
+      count_wait(k, Op::Dispatch, source, now - begun);
+    }
+  }
   s.rows_known.wait();
   s.placed.wait();
   if (!s.good || !s.placed_all) return;

@@ -6,7 +6,7 @@
 // Remote peers are those that stores do not reach: the others' memory is mapped, whatever made it (pplx_comm/wiring/gpu_memory.py).
 #pragma once
 
-#include "../common/wait.cuh"
+#include "../common/counters.cuh"
 
 #ifdef PPLX_CARRIER
 #include PPLX_CARRIER
@@ -68,12 +68,15 @@ static __device__ __noinline__ bool wait_for_put(const Common& k, std::uint32_t 
   const AwaitedPut put(k, step, op, 0, peer, kPieces);
   // The last step that was seen for certain is the peer's step before.
   const auto seen = [&] { return arrival_word(k.generation, step - k.c.in_flight); };
+  WaitTimer timer;
   const bool good = keep_looking(k, word, phase, step, peer, seen, [&] {
+    timer.look();
     if (carrier::reached(word, put.wanted)) return true;
     look_for_carrier_errors(k, step, phase);
     return false;
   });
   fuzz_delay(k, put.wanted);
+  if (op != Op::Weights) timer.count(k, op, peer);
   if (good) *put.turns = put.turn;
   return good;
 }

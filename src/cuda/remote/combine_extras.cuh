@@ -87,10 +87,6 @@ struct CombineExtras<false> {
     if (peer < k.c.world && is_remote(k, peer) && ((k.dead | a.relays.skipped) >> peer & 1) == 0) receive_remote_header(a, step, peer);
     __syncwarp();
   }
-  // By a warp that passes nothing on.
-  __device__ static void count_waits(const CombineArguments& a, std::uint32_t step) {
-    if (threadIdx.x / 32 == kMaxPeers / 32) count_remote_waits(a, step);
-  }
   __device__ static bool sent_weight(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t row, float& weight) {
     if (has_relays(a.common) && is_remote(a.common, source)) return sent_node_weight(a, step, source, row, weight);
     return cuda::sent_weight(a, step, source, row, threadIdx.x % 32, threadIdx.x % 32 < a.common.c.top_k, weight);

@@ -64,17 +64,6 @@ template <typename T, bool kExtras>
   count_sums_of_round(k, p, step, peer, run.round, rows, kAllParts - of.rows() + (run.round == 0 ? kRoundBefore : 0));
 }
 
-// Counts the waits for the first part, or piece, of what remote peers send back: a warp of the block that counts.
-[[maybe_unused]] static __device__ __noinline__ void count_remote_waits(const CombineArguments& a, std::uint32_t step) {
-  const Common& k = a.common;
-  const auto came = [&](std::uint32_t peer) {
-    const void* word = parts_word(k, k.peers[k.c.rank], step, Op::Combine, peer);
-    if (k.heap.in_pieces) word = remote_word(k, a.pieces, RemoteWord::Landed, step, Op::Combine, peer);
-    return pieces_in(load_relaxed(word), k.generation, step) != 0;
-  };
-  count_waits(k, Op::Combine, k.remote & ~(k.dead | a.relays.skipped), came, [&] { return stopped(k, false); });
-}
-
 // Checks a remote peer's piece of what comes back. False: it is not what this rank expects.
 __device__ inline bool check_piece(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, std::uint32_t piece,
                                    std::uint32_t pieces) {
@@ -97,7 +86,11 @@ __device__ inline void pass_on_combines(const CombineArguments& a, std::uint32_t
     of.all_landed = rounds;
     of.all_room = rounds_to_be_free(p, *kept_rounds(p, of.peer));
   };
-  const auto take = [&](std::uint32_t peer, std::uint32_t piece) { return check_piece(a, step, peer, piece, rounds); };
+  const std::uint64_t begun = nanoseconds();
+  const auto take = [&](std::uint32_t peer, std::uint32_t piece) {
+    if (piece == 0) count_wait(k, Op::Combine, peer, nanoseconds() - begun);
+    return check_piece(a, step, peer, piece, rounds);
+  };
   if (!pass_on_rounds(k, p, step, {Op::Combine, Phase::CombineSend, Phase::CombineRecv}, begin, take)) return;
   for (std::uint32_t i = threadIdx.x % 32; i < remote_peers(k); i += 32)
     see_pieces_leave(k, p, step, Op::Dispatch, Phase::DispatchSend, k.order[i]);
