@@ -316,11 +316,11 @@ class AllToAll:
         rows_sent, rows_received, bytes_sent, bytes_received: lists by rank, of dispatches and combines; nothing for oneself. Bytes
             are those of rows and headers.
         expert_rows: a list by local expert of the rows that it got.
-        dispatch_wait_seconds, combine_wait_seconds: lists by rank of how long this one waited for its rows: on a CPU with nothing to
-            do, on a GPU until the first word of them was there.
+        dispatch_wait_seconds, combine_wait_seconds: lists by rank of how long this one waited for its rows: on a CPU with nothing
+            to do, on a GPU until the first word of them was there.
         phases: for `dispatch_send`, `dispatch_recv`, `combine_send` and `combine_recv`, on GPUs also for `dispatch` and `combine`,
-            launches that do both halves: `seconds`, and `buckets`, a list. Bucket i has the times of less than 2^i microseconds that
-            are in no bucket before it, the last one all others.
+            launches that do both halves: `seconds`, and `buckets`, a list. Bucket i has the times of less than 2^i microseconds
+            that are in no bucket before it, the last one all others.
         large_dispatches, large_combines: launches of the kernels for many tokens; on CPUs 0.
         large_tokens: steps of this many tokens or more take those; only on GPUs.
         proxy: only where there is one: its `provider`, `writes`, `bytes`, `again` (posts that the NIC refused for the moment),

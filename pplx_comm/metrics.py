@@ -78,7 +78,12 @@ def families(stats: dict[str, Any]) -> list[Family]:
     """stats: what `Communicator.stats` returns."""
     rank = int(stats["rank"])
     f = _Families(rank)
-    f.gauge("job", "Always 1. The label is the same on all ranks of a Communicator, and another one's is different.", 1, job=stats["job"])
+    f.gauge(
+        "job",
+        "Always 1. The label is the same on all ranks of a Communicator, and another one's is different.",
+        1,
+        job=stats["job"],
+    )
     f.gauge("world_size", "Ranks of the Communicator.", stats["world_size"])
     f.gauge("alive_ranks", "Ranks that neither died nor left, as far as this one knows.", len(stats["alive"]))
     f.counter("generations", "How often the ranks that are left have agreed, by reset().", stats["generation"])

@@ -1,4 +1,4 @@
-"""python -m pplx_comm top: what the ranks of a job do, and which of them is in the way of the others."""
+"""python -m pplx_comm top: the counters of a job's ranks, and which of them is in the way of the others."""
 
 from __future__ import annotations
 
@@ -15,15 +15,16 @@ from pplx_comm.settings import Metrics, read
 
 HELP = "what the ranks of a running job do, and which of them is slow"
 DESCRIPTION = """\
-Shows the ranks whose counters are in a folder, that of PPLX_COMM_METRICS: steps a second, how long they wait for each other, the expert
-with the most rows, the network. Under the table it says what stands out. The job must have been started with PPLX_COMM_METRICS=DIR;
-where its hosts share that folder, all ranks are there. Waits are of a dispatch and a combine, between two readings.
+Shows the ranks whose counters are in a folder, that of PPLX_COMM_METRICS: steps a second, how long they wait for each other, the
+expert with the most rows, the network. Under the table it says what stands out. The job must have been started with
+PPLX_COMM_METRICS=DIR; where its hosts share that folder, all ranks are there. Waits are of a dispatch and a combine, between two
+readings.
 """
 
 LATE, HOT = 4.0, 8.0
-"""By how much a wait is longer than usual ones, and an expert's rows are more than the mean, before it is said."""
+"""A wait stands out that is longer than LATE usual ones, and an expert with more than HOT times the mean of rows."""
 LEAST_MS = 0.02
-"""Waits of a step that are shorter stand out for nobody."""
+"""Shorter waits of a step never stand out."""
 LEAST_ROWS = 16
 """The mean of an object's experts from which one may be hot."""
 
@@ -52,7 +53,7 @@ class Reading:
 
 @dataclass
 class Rank:
-    """What a rank did between two readings."""
+    """The counts of a rank between two readings."""
 
     rank: int
     steps: float
@@ -114,7 +115,7 @@ def between(before: Reading, after: Reading) -> Rank:
 
 
 def waited_for(ranks: Iterable[Rank]) -> dict[int, float]:
-    """For how many milliseconds of a step a rank is waited for: the median of those that wait."""
+    """Milliseconds of a step for which a rank is waited for: the median of those that wait."""
     by_peer: dict[int, list[float]] = {}
     for rank in ranks:
         for peer, ms in rank.waits.items():
@@ -123,9 +124,11 @@ def waited_for(ranks: Iterable[Rank]) -> dict[int, float]:
 
 
 def verdicts(ranks: list[Rank], world_size: int) -> list[str]:
-    """What stands out, a sentence each."""
+    """A sentence for each thing that stands out."""
     said = [f"rank {r.rank} goes on without {world_size - r.alive} of {world_size} ranks" for r in ranks if r.alive < world_size]
-    said += [f"rank {r.rank} has an open step and has ended none in {r.seconds:.0f} s" for r in ranks if r.open_steps and not r.steps]
+    said += [
+        f"rank {r.rank} has an open step and has ended none in {r.seconds:.0f} s" for r in ranks if r.open_steps and not r.steps
+    ]
     moving = [r for r in ranks if r.steps]
     said += [*_late(moving), *_hot(moving), *_idle(moving)]
     return said
@@ -139,7 +142,8 @@ def _late(ranks: list[Rank]) -> Iterator[str]:
         others = [each for other, each in usual.items() if other != rank]
         if others and ms > max(LEAST_MS, LATE * statistics.median(others)):
             late.add(rank)
-            yield f"rank {rank} is late: the others wait {ms:.3g} ms a step for it, and {statistics.median(others):.2g} for each other"
+            each = statistics.median(others)
+            yield f"rank {rank} is late: the others wait {ms:.3g} ms a step for it, and {each:.2g} for each other"
     for r in ranks:
         for peer, ms in r.waits.items():
             others = [each for other, each in r.waits.items() if other not in late | {peer}]
@@ -147,7 +151,7 @@ def _late(ranks: list[Rank]) -> Iterator[str]:
                 continue
             limit = max(LEAST_MS, LATE * usual[peer], LATE * statistics.median(others))
             if len(ranks) > 2 and ms > limit:
-                yield f"link {peer} -> {r.rank} is slow: rank {r.rank} waits {ms:.3g} ms a step for rank {peer}, others {usual[peer]:.2g}"
+                yield f"link {peer} -> {r.rank} is slow: {r.rank} waits {ms:.3g} ms a step for {peer}, others {usual[peer]:.2g}"
 
 
 def _hot(ranks: list[Rank]) -> Iterator[str]:
@@ -172,7 +176,8 @@ def _idle(ranks: list[Rank]) -> Iterator[str]:
 
 def table(ranks: list[Rank]) -> list[str]:
     usual = waited_for(ranks)
-    lines = [f"{'rank':>4} {'steps/s':>9} {'waits ms':>9} {'most for':>8} {'waited for ms':>13} {'hot expert':>16} {'NIC MB/s':>9} {'open':>4}"]
+    names = ("rank", "steps/s", "waits ms", "most for", "waited for ms", "hot expert", "NIC MB/s", "open")
+    lines = [" ".join(f"{name:>{width}}" for name, width in zip(names, (4, 9, 9, 8, 13, 16, 9, 4), strict=True))]
     for r in ranks:
         peer, hot = max(r.waits, key=r.waits.__getitem__, default=None), max(r.experts, key=r.experts.__getitem__, default=None)
         mean = statistics.fmean(r.experts.values()) if r.experts else 0.0
@@ -225,7 +230,9 @@ def _show(folder: Path, given: argparse.Namespace) -> int:
         world_size = max(reading.world_size for reading in readings.values())
         here = f", {len(readings)} of them in {folder}" if len(readings) < world_size else ""
         lines = [f"job {job}: {world_size} ranks{here}", *table(ranks), *(["", *matrix(ranks)] if given.matrix else []), ""]
-        said = [f"rank {rank} writes nothing any more: it is gone, or stands still" for rank in silent] + verdicts(ranks, world_size)
+        said = [f"rank {rank} writes nothing any more: it is gone, or stands still" for rank in silent] + verdicts(
+            ranks, world_size
+        )
         print("\n".join(lines + (said or ["nothing stands out"])), flush=True)
         if given.once:
             return 0
@@ -234,7 +241,7 @@ def _show(folder: Path, given: argparse.Namespace) -> int:
 
 
 def _await_all(folder: Path, wanted: str | None, before: dict[int, Reading]) -> tuple[str, dict[int, Reading]]:
-    """The job, and its ranks once all have written since `before`, or some have thrice. Ranks that are new to it are added to that."""
+    """The job, and its ranks once all have written since `before`, or some have thrice. New ranks are added to it."""
     written: dict[int, set[float]] = {}
     begun = time.monotonic()
     while True:
@@ -246,7 +253,7 @@ def _await_all(folder: Path, wanted: str | None, before: dict[int, Reading]) -> 
         if readings.keys() <= written.keys() or any(len(times) == 3 for times in written.values()):
             return job, readings
         if time.monotonic() - begun > SILENT:
-            raise Error(f"nobody has written in {folder} for {SILENT:.0f} s: the job has ended without its goodbye, or stands still")
+            raise Error(f"no rank has written in {folder} for {SILENT:.0f} s: the job was killed, or stands still")
         time.sleep(0.1)
 
 

@@ -26,7 +26,7 @@ struct Times {
   }
 };
 
-// What is timed: a half, or both where one launch does them.
+// A half of a step, or both where one launch does them.
 enum class Timed : std::uint32_t { DispatchSend, DispatchRecv, CombineSend, CombineRecv, Dispatch, Combine };
 inline constexpr std::uint32_t kTimed = 6;
 inline constexpr const char* kTimedNames[kTimed] = {"dispatch_send", "dispatch_recv", "combine_send",

@@ -1,4 +1,4 @@
-"""What `python -m pplx_comm top` says stands out."""
+"""The sentences of `python -m pplx_comm top`."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def test_each_is_named(number: int) -> None:
 
 
 def test_matrix() -> None:
-    """The longest wait is the darkest, and nobody waits for itself."""
+    """The longest wait is the darkest, and no rank waits for itself."""
     lines = top.matrix([top.Rank(n, 1.0, 1.0, 0.0, 2, {1 - n: float(n + 1)}, {}, {}) for n in range(2)])
     assert "2 ms" in lines[0] and lines[-1].split() == ["1", "@@"] and "@" not in lines[-2]
 

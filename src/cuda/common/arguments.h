@@ -90,7 +90,7 @@ struct PutCounts {
   std::uint64_t posted[kMaxInFlight][kOps][kMostParts][kMaxPeers];  // puts for the peer
 };
 
-// What kernels count, replays among them: device memory, one of an AllToAll. Rows of each local expert follow.
+// The counts of kernels, replays among them: device memory, one of an AllToAll. Rows of each local expert follow.
 struct DeviceCounters {
   struct Rows {
     unsigned long long sent, received;

@@ -1,4 +1,4 @@
-// What kernels count, by adds that nothing waits for: the last thread block of a launch, which is the least likely to have sent anything.
+// The counts of kernels, by adds that nothing waits for: the last thread block of a launch, which is the least likely to have sent anything.
 // One warp counts the waits for a peer: where all have a word in common to wait for, thousands of adds would meet at one address.
 #pragma once
 

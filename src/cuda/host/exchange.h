@@ -130,7 +130,7 @@ class Exchange {
   std::uint32_t open_steps() const;
   void set_num_sms(std::uint32_t num_sms);  // at most as at construction; from the next step that opens while no other is open
   const DeviceCounters* device_counters() const { return common_.counters; }
-  // What kernels have counted so far, without a wait for any that runs. Where they count nothing: what the host has launched.
+  // The counts of kernels so far, without a wait for any that runs. Where they count nothing: of the host's launches.
   Counters counters() const;
   std::uint32_t large_tokens() const { return large_tokens_; }
   // A launch as the table has it, and the reason.

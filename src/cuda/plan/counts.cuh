@@ -246,7 +246,7 @@ __device__ inline void count_rows(const DispatchArguments& a, std::uint32_t step
 [[maybe_unused]] static __device__ __noinline__ void count_dispatch(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s,
                                                                     Experts e) {
   const Common& k = a.common;
-  // Who passes on what comes from other nodes counts its own waits; relays' sources are waited for by all.
+  // The warp that passes on blocks of other nodes counts its own waits; relays' sources are waited for by all.
   const std::uint64_t begun = nanoseconds(), elsewhere = k.dead | (k.c.node_ranks == 0 ? k.remote : 0);
   std::uint64_t missing = (~0ull >> (kMaxPeers - k.c.world)) & ~elsewhere & (0x100000001ull << threadIdx.x % 32);
   for (bool known = false; __any_sync(~0u, missing != 0) && !known;) {
