@@ -26,13 +26,8 @@ class WaitTimer {
   std::uint32_t first_ = now(), last_ = first_;
 };
 
-// The rows that this thread's peer sends back in a combine. Loaded early, where they are counted.
-__device__ inline std::uint32_t load_rows_sent(const CombineArguments& a) {
-  return a.recv && counts_here(a.common) && threadIdx.x < a.common.c.world ? __ldcg(a.plan.rows + threadIdx.x) : 0;
-}
-
 // Counts a combine with the rows of its dispatch: the first threads of a block. rows_begin: of what it got, by source.
-__device__ inline void count_combine(const CombineArguments& a, const std::uint32_t* rows_begin, unsigned long long sent) {
+__device__ inline void count_combine(const CombineArguments& a, const std::uint32_t* rows_begin) {
   const Common& k = a.common;
   const std::uint32_t peer = threadIdx.x;
   if (!a.recv || !counts_here(k) || peer >= k.c.world) return;
@@ -40,6 +35,7 @@ __device__ inline void count_combine(const CombineArguments& a, const std::uint3
     add_relaxed(&k.counters->steps, 1ull);
     return;
   }
+  const unsigned long long sent = a.plan.rows[peer];
   add_relaxed(&k.counters->dispatched[peer].sent, sent);
   if (a.release) return;
   add_relaxed(&k.counters->combined[peer].sent, static_cast<unsigned long long>(rows_begin[peer + 1] - rows_begin[peer]));

@@ -17,12 +17,11 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(
   Places places;
   if (a.send) load_first_places<kMappedOnly>(a, places);
   const std::uint32_t entry = a.recv ? load_token_row(a, receive_unit(first_of_warp())) : kNone;
-  const std::uint32_t sent = load_rows_sent(a);
   std::uint32_t step = 0;
   if (!begin_combine(a, step, kCombineWarps, s)) return;
   s.entries[threadIdx.x] = entry;  // registers are for the sums meanwhile
   if (a.recv) begin_to_close(k, step);
-  count_combine(a, s.rows_begin, sent);
+  count_combine(a, s.rows_begin);
   bool rounds = false;
   if constexpr (!kMappedOnly) {
     rounds = k.heap.in_pieces && s.many != 0;

@@ -125,11 +125,10 @@ __global__ void __launch_bounds__(How::kThreads, 1) combine(const __grid_constan
   SpanTimer::begin();
   const std::uint32_t warp = threadIdx.x / 32;
   s.prepare(warp);
-  const std::uint32_t sent = load_rows_sent(a);
   std::uint32_t step = 0;
   if (!begin_combine(a, step, 0, s)) return;
   if (a.recv) begin_to_close(k, step);
-  count_combine(a, s.rows_begin, sent);
+  count_combine(a, s.rows_begin);
   How::template work<T>(a, step, s, reinterpret_cast<char*>(words), warp);
   if (a.recv) close_set(k, step);
   mark_stage(k, Stage::CombineEnds);
