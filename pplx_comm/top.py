@@ -254,7 +254,7 @@ def _await_all(folder: Path, wanted: str | None, before: dict[int, Reading]) -> 
             return job, readings
         if time.monotonic() - begun > SILENT:
             raise Error(f"no rank has written in {folder} for {SILENT:.0f} s: the job was killed, or stands still")
-        time.sleep(0.1)
+        time.sleep(0.1)  # other processes write the files: nothing announces it
 
 
 def _chosen(folder: Path, wanted: str | None) -> tuple[str, dict[int, Reading]]:

@@ -1,5 +1,6 @@
-// The counts of kernels, by adds that nothing waits for: the last thread block of a launch, which is the least likely to have sent anything.
-// One warp counts the waits for a peer: where all have a word in common to wait for, thousands of adds would meet at one address.
+// The counts of kernels, by adds that nothing waits for: those of the last thread block of a launch, which is the least likely to have
+// sent anything. One warp counts the waits for a peer: where all have a word in common to wait for, thousands of adds would meet at one
+// address.
 #pragma once
 
 #include "arrival.cuh"
@@ -11,7 +12,8 @@ __device__ inline bool counts_here(const Common& k) { return k.counters != nullp
 __device__ inline unsigned long long* rows_of_experts(const Common& k) { return reinterpret_cast<unsigned long long*>(k.counters + 1); }
 
 __device__ inline void count_wait(const Common& k, Op op, std::uint32_t peer, std::uint64_t ns) {
-  if (k.counters != nullptr && peer != k.c.rank) add_relaxed(&k.counters->waited[static_cast<int>(op)][peer], static_cast<unsigned long long>(ns));
+  if (k.counters != nullptr && peer != k.c.rank)
+    add_relaxed(&k.counters->waited[static_cast<int>(op)][peer], static_cast<unsigned long long>(ns));
 }
 
 // A lane's wait, until the look that finds what it waits for: the lanes of a warp that wait for a peer each go on together.
