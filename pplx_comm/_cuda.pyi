@@ -219,6 +219,10 @@ def clear(heap: SharedMemory) -> None:
     """
     Makes it as it is when it is new.
     """
+def count_routing(ids: int, wide_ids: bool, tokens: int, top_k: int, ranks: int, nodes: int, experts: int, goes: int, counts: int, device: int, stream: int) -> None:
+    """
+    Device memory: goes: bool [tokens, ranks]; counts: int32 of tokens by rank, tokens by node, choices by expert.
+    """
 def device_count() -> int:
     """
     CUDA devices that this process sees; 0 without a driver.

@@ -15,7 +15,9 @@ import torch
 from pplx_comm.all_to_all import AllToAll
 from pplx_comm.communicator import Communicator
 from pplx_comm.compat.shared import IN_FLIGHT, Lane, Pool, Routes, Step, announce, refuse
+from pplx_comm.device.cuda import raw_stream
 from pplx_comm.errors import Error
+from pplx_comm.gpus import cuda_module
 from pplx_comm.handles import Dispatched
 from pplx_comm.layouts import Compact, Padded
 from pplx_comm.wire import Wire
@@ -487,6 +489,17 @@ class Buffer:
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
         tokens, ranks, device = len(topk_idx), self.group_size, topk_idx.device
 
+        def count() -> tuple[Any, ...]:
+            """One kernel."""
+            ids, nodes = topk_idx.contiguous(), self._nodes if self._nodes > 1 else 0
+            wanted = torch.empty(tokens, ranks, dtype=torch.bool, device=device)
+            counts = torch.empty(ranks + nodes + num_experts, dtype=torch.int32, device=device)
+            cuda_module().count_routing(
+                ids.data_ptr(), ids.dtype == torch.int64, tokens, ids.shape[1], ranks, nodes, num_experts,
+                wanted.data_ptr(), counts.data_ptr(), device.index, raw_stream(device.index),
+            )  # fmt: skip
+            return counts[:ranks], counts[ranks : ranks + nodes] if nodes else None, counts[ranks + nodes :], wanted
+
         def call() -> tuple[Any, ...]:
             expert = topk_idx.to(torch.int64) % (num_experts + 1)  # a dropped choice's is behind the last
             owner = expert // (num_experts // ranks)
@@ -498,7 +511,7 @@ class Buffer:
             per_node = None if by_node is None else by_node.sum(0, dtype=torch.int32)
             return wanted.sum(0, dtype=torch.int32), per_node, per_expert[:num_experts], wanted
 
-        made, event = self._run(call, previous_event, async_finish, topk_idx)
+        made, event = self._run(count if topk_idx.is_cuda else call, previous_event, async_finish, topk_idx)
         per_rank, per_node, per_expert, wanted = made
         return per_rank, per_node, per_expert, wanted, event
 

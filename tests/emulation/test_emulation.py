@@ -47,6 +47,11 @@ def test_waits_are_counted(transport: str, large: bool) -> None:
         crew.run("emulated:call", module(), "rank_cases:a_late_rank", case, 2)
 
 
+def test_counts_of_a_routing(crew: Crews) -> None:
+    for number in range(20):
+        crew.run("emulated:call", module(), "gpu_cases:counts_of_a_routing", seed() * 100 + number)
+
+
 @pytest.mark.parametrize("wire", ["native", "fp8"])
 def test_rows_that_look_blank(crew: Crews, wire: str) -> None:
     case = Case(seed(), crew.world_size, num_experts=8, top_k=3, hidden=264, max_tokens=20, wire=wire)

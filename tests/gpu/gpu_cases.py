@@ -14,6 +14,7 @@ import os
 import random
 import sys
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -30,6 +31,8 @@ from rank_cases import Runner
 from reference import same_bits
 
 import pplx_comm as pc
+from pplx_comm.device import cuda as device_of_cuda
+from pplx_comm.gpus import cuda_module
 from pplx_comm.wiring import nvshmem
 from pplx_comm.wiring.gpu_memory import Opened
 
@@ -510,6 +513,30 @@ def streams(me: Any, case: Case, steps: int) -> None:
             torch.cuda.synchronize()
             a2a.check()
             assert isinstance(y, torch.Tensor) and bool((y == case.top_k).all()), f"step {step}"
+
+
+def counts_of_a_routing(me: Any, case: int) -> None:
+    """Counts a routing by the kernel of get_dispatch_layout; choices of a token may be dropped, and may be the same."""
+    r, device = random.Random(case), gpu_of(me)
+    ranks, tokens, top_k = r.choice([1, 2, 6, 8, 64]), r.choice([0, 1, 255, 257, 1000]), r.randint(1, 16)
+    experts, nodes = ranks * r.choice([1, 3, 128]), r.choice([0] + [n for n in (2, 3, 4) if ranks % n == 0])
+    g = torch.Generator().manual_seed(case)
+    ids = torch.randint(-1, experts, (tokens, top_k), generator=g, dtype=r.choice([torch.int32, torch.int64]))
+    own, goes = ids.to(device), torch.ones(tokens, ranks, dtype=torch.bool, device=device)
+    counts = torch.full((ranks + nodes + experts,), 77, dtype=torch.int32, device=device)
+    cuda_module().count_routing(
+        own.data_ptr(), ids.dtype == torch.int64, tokens, top_k, ranks, nodes, experts, goes.data_ptr(), counts.data_ptr(),
+        device.index or 0, device_of_cuda.raw_stream(device.index or 0),
+    )  # fmt: skip
+    settle(device)
+    owners = [{id // (experts // ranks) for id in row if id >= 0} for row in ids.tolist()]
+    wanted = [[rank in owner for rank in range(ranks)] for owner in owners]
+    homes = [{rank * nodes // ranks for rank in owner} for owner in owners]
+    by_rank, by_node = Counter(rank for owner in owners for rank in owner), Counter(node for home in homes for node in home)
+    by_expert = Counter(ids.flatten().tolist())
+    outcomes.must(goes.tolist() == wanted, case, "where tokens go")
+    found = [by_rank[n] for n in range(ranks)] + [by_node[n] for n in range(nodes)] + [by_expert[n] for n in range(experts)]
+    outcomes.must(counts.tolist() == found, case, counts.tolist(), found)
 
 
 def held_sms(me: Any, case: Case, left: int, steps: int) -> int:

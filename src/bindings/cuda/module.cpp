@@ -319,6 +319,19 @@ void bind_exchange(py::module_& m) {
   m.def(
       "clear", [](const SharedMemory& heap) { clear(heap, nullptr); }, py::arg("heap"), "Makes it as it is when it is new.");
   m.def(
+      "count_routing",
+      [](Address ids, bool wide, std::uint32_t tokens, std::uint32_t top_k, std::uint32_t ranks, std::uint32_t nodes, std::uint32_t experts,
+         Address goes, Address counts, int device, Address stream) {
+        if (ranks > kMaxPeers || experts > kMostExperts || experts % ranks != 0) throw Misuse("count_routing: too many ranks or experts");
+        const OnDevice on(device);
+        const RoutingCounts a{pointer<void>(ids), tokens, top_k, ranks, nodes, experts, Divider(experts / ranks), pointer<bool>(goes),
+                              pointer<std::uint32_t>(counts)};
+        check(launch_count_routing(a, wide, pointer<CUstream_st>(stream)), "launching the counts of a routing");
+      },
+      py::arg("ids"), py::arg("wide_ids"), py::arg("tokens"), py::arg("top_k"), py::arg("ranks"), py::arg("nodes"), py::arg("experts"),
+      py::arg("goes"), py::arg("counts"), py::arg("device"), py::arg("stream"),
+      "Device memory: goes: bool [tokens, ranks]; counts: int32 of tokens by rank, tokens by node, choices by expert.");
+  m.def(
       "leave_blank", [](const Config& config, const SharedMemory& heap) { leave_blank(config, heap, nullptr); }, py::arg("config"),
       py::arg("heap"), "Makes the places of the rows that come back as peers must find them.");
   m.def(

@@ -63,6 +63,17 @@ struct AwaitedExperts {
   std::uint32_t first = 0, count = 0;
 };
 
+// How many tokens go to each rank and node, and how many choices to each expert, in this order; and where each token goes. At most
+// kMostExperts experts, and kMaxPeers ranks.
+struct RoutingCounts {
+  const void* ids = nullptr;  // [tokens][top_k]
+  std::uint32_t tokens = 0, top_k = 0, ranks = 0, nodes = 0, experts = 0;   // nodes: 0: not counted
+  Divider per_rank;           // experts
+  bool* goes = nullptr;       // [tokens][ranks]
+  std::uint32_t* counts = nullptr;
+  constexpr std::uint32_t numbers() const { return ranks + nodes + experts; }
+};
+
 namespace decode {
 Choice<DispatchArguments> choose(const Config& config, const DispatchCall& call);
 Choice<CombineArguments> choose(const Config& config, const CombineCall& call);
@@ -89,5 +100,6 @@ bool can_combine_large(const Config& config, std::uint32_t shared_bytes);
 cudaError_t load_hooks();
 cudaError_t launch_clear_hooks(std::uint32_t* words, std::uint32_t count, cudaStream_t stream);
 cudaError_t launch_await_experts(const AwaitedExperts& awaited, cudaStream_t stream);
+cudaError_t launch_count_routing(const RoutingCounts& a, bool wide_ids, cudaStream_t stream);
 
 }  // namespace pplx::cuda
