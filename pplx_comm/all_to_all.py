@@ -54,7 +54,7 @@ class AllToAll:
         docs/design.md, Sums by node.
     dedup: "node" sends a row once to each other node whose ranks want it, and one sum comes back; "rank" sends it to each rank.
         "auto" is "rank" so far. The bits are the same. With "node" all ranks make their receive calls in the order of the steps,
-        and blocks are whole; not with transport="nvshmem", nor on GPUs with replicas. See docs/across-nodes.md.
+        and blocks are whole; not with transport="nvshmem". See docs/across-nodes.md.
     combine_wire: with dedup="node", sums of other nodes come back in the dtype, "native", or as e4m3 with a scale per 128 numbers,
         "fp8": half the bytes, an error of up to 1/16 of each number, and no gradients. See docs/across-nodes.md.
     in_flight: steps that may be open at once: 1, 2, 4 or 8.

@@ -241,13 +241,8 @@ class Arguments:
             raise Error(f"combine_wire={self.combine_wire!r} must be 'native' or 'fp8'")
         if self.combine_wire == "fp8" and self.dedup != "node":
             raise Error(f"combine_wire='fp8' is for what a node's ranks answer together: it needs dedup='node', not {self.dedup!r}")
-        if self.dedup == "node" and where.type == "cuda":
-            for given, why in (
-                (self.transport == "nvshmem", "transport='nvshmem': a proxy carries for relays, so use 'auto'"),
-                (self.replicas > 1, f"replicas={self.replicas}: use dedup='rank'"),
-            ):
-                if given:
-                    raise Error(f"dedup='node' with device='cuda' does not take {why}")
+        if self.dedup == "node" and self.transport == "nvshmem":
+            raise Error("dedup='node' does not take transport='nvshmem': a proxy carries for relays, so use 'auto'")
         integer("proxy_threads", self.proxy_threads, 1, 2)
         if not isinstance(self.hooks, bool):
             raise Error(f"hooks={self.hooks!r} must be True or False")

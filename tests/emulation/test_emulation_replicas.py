@@ -37,7 +37,7 @@ def test_replicas_with_one_resident_thread_block(room: int) -> None:
 
 
 @pytest.mark.parametrize("kind", ["ids", "tokens", "accumulate"])
-@pytest.mark.parametrize("transport", ["mapped", "mixed:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "mixed:tcp", "relayed:tcp"])
 def test_replicas_apart(kind: str, transport: str) -> None:
     case = Case(seed(), 4, max_tokens=40, replicas=2, transport=transport)
     with Crew(4) as crew:

@@ -48,8 +48,7 @@ def small(transport: str, **changes: object) -> Case:
 
 
 def drawn(number: int, transport: str) -> Case:
-    case = random_case(seed() * 100_000 + number, RANKS, (transport,))
-    return replace(case, replicas=1) if case.relayed else case
+    return random_case(seed() * 100_000 + number, RANKS, (transport,))
 
 
 @pytest.mark.parametrize("transport", [*CARRIERS, *RELAYED])

@@ -15,7 +15,7 @@ from test_failure import CLOSED, NOTICED, left_in_shm
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU"), pytest.mark.timeout(300)]
 
 RANKS = 4 if AT_ONCE >= 4 else 2  # fewer GPUs are shared
-CARRIERS = ["mapped", *(["mixed:tcp", "proxy:shm"] if RANKS == 4 else [])]
+CARRIERS = ["mapped", *(["mixed:tcp", "proxy:shm", "relayed:tcp"] if RANKS == 4 else [])]
 GROUPS = [g for g in (2, 4) if g <= RANKS]
 
 
@@ -39,8 +39,10 @@ def test_random_shapes(crew: Crews, transport: str) -> None:
         crew.run("gpu_cases:exchange", case)
 
 
-# Four replicas of mixed:tcp are one node, but two nodes without them.
-@pytest.mark.parametrize(("transport", "replicas"), [(t, g) for t in CARRIERS for g in GROUPS if t != "mixed:tcp" or g == 2])
+# Four replicas of nodes of two are one node, but two nodes without them.
+@pytest.mark.parametrize(
+    ("transport", "replicas"), [(t, g) for t in CARRIERS for g in GROUPS if g == 2 or t in ("mapped", "proxy:shm")]
+)
 def test_as_without_replicas(crew: Crews, transport: str, replicas: int) -> None:
     """Fewer tokens than replicas, too."""
     for number, max_tokens in enumerate([1, 5, 8]):
@@ -95,7 +97,7 @@ def test_different_tokens(kind: str) -> None:
         assert any(word in r["message"] for r in results), results
 
 
-@pytest.mark.parametrize("transport", ["mapped", "mixed:tcp"])
+@pytest.mark.parametrize("transport", ["mapped", "mixed:tcp", "relayed:tcp"])
 @pytest.mark.alone
 def test_reset(transport: str, tmp_path: Path) -> None:
     """A replica dies: those that are left of its group send its tokens too."""

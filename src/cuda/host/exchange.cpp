@@ -130,8 +130,8 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   if (config.num_experts > kMostExperts) throw Misuse("device='cuda' takes at most " + std::to_string(kMostExperts) + " experts");
   if (const char* what = invalid_nodes(config, memory_.nodes)) throw Misuse(what);
   if (!groups_sums(memory_.nodes)) memory_.nodes.clear();
-  if (config.node_ranks != 0 && (memory_.nodes.empty() || !memory_.proxied || in_pieces(config) || config.replicas > 1))
-    throw Misuse("node_ranks needs several nodes, some with several ranks, a proxy and whole blocks, and no replicas");
+  if (config.node_ranks != 0 && (memory_.nodes.empty() || !memory_.proxied || in_pieces(config)))
+    throw Misuse("node_ranks needs several nodes, some with several ranks, a proxy and whole blocks");
   const OnDevice on(device_);
   common_ = common_of(config, timeout_seconds);
   for (std::uint32_t peer = 0; peer < config.world; ++peer) {
