@@ -5,7 +5,7 @@ The host half of pplx_comm: the CPU device, the proxy and the fabric.
 from __future__ import annotations
 import collections.abc
 import typing
-__all__: list[str] = ['BOTH', 'Carried', 'Config', 'Dtype', 'Exchange', 'ExpertOutputs', 'FIRST_STEP_FACTOR', 'Fabric', 'FabricError', 'HOOK_ROWS', 'HookLayout', 'LayoutKind', 'LocalRegion', 'Mapping', 'OutputBuffer', 'OutputLayout', 'OutputPart', 'OutputPool', 'Outputs', 'Plan', 'Proxy', 'RAISED', 'RECV', 'Received', 'RemoteRegion', 'Result', 'SEND', 'Tokens', 'Wire', 'chaos', 'cleanup_dead_peer', 'deadlines', 'hook_layout', 'isa', 'libfabric_status', 'output_layout', 'pick_cpus', 'pick_nics', 'proxy_of']
+__all__: list[str] = ['BOTH', 'Carried', 'Config', 'Dtype', 'Exchange', 'ExpertOutputs', 'FIRST_STEP_FACTOR', 'Fabric', 'FabricError', 'HOOK_ROWS', 'HookLayout', 'LayoutKind', 'LocalRegion', 'Mapping', 'OutputBuffer', 'OutputLayout', 'OutputPart', 'OutputPool', 'Outputs', 'Plan', 'Proxy', 'RAISED', 'RECV', 'Received', 'RemoteRegion', 'Result', 'SEND', 'Teller', 'Tokens', 'Told', 'Wire', 'account', 'chaos', 'cleanup_dead_peer', 'deadlines', 'dump_on', 'hook_layout', 'isa', 'leave_python_alone', 'libfabric_status', 'open_desk', 'output_layout', 'pick_cpus', 'pick_nics', 'proxy_of']
 class Dtype:
     """
     Members:
@@ -438,6 +438,22 @@ class HookLayout:
         """
         All of them.
         """
+class Teller:
+    """
+    Tells at the desk where something stands.
+    """
+class Told:
+    """
+    An entry of what this process tells at its desk; facts: JSON.
+    """
+    @typing.overload
+    def __init__(self, facts: str) -> None:
+        ...
+    @typing.overload
+    def __init__(self, facts: str, teller: Teller) -> None:
+        ...
+    def end(self) -> None:
+        ...
 class Tokens:
     """
     Inputs of a dispatch: addresses, 0 for none, and strides in bytes.
@@ -557,6 +573,9 @@ class Exchange(Carried):
     @property
     def open_steps(self) -> int:
         ...
+    @property
+    def teller(self) -> Teller:
+        ...
 class FabricError(RuntimeError):
     pass
 class LocalRegion:
@@ -657,6 +676,13 @@ class Proxy:
         """
         False if it hangs in the provider, or gets no core, for that many seconds.
         """
+    @property
+    def teller(self) -> Teller:
+        ...
+def account() -> bytes:
+    """
+    An account of this process, as JSON.
+    """
 def chaos(fabric: Fabric, options: str, rank: int) -> Fabric:
     """
     The same fabric, misbehaving; see proxy/chaos.h. ValueError for options that are wrong.
@@ -669,15 +695,25 @@ def deadlines() -> list:
     """
     Name, seconds and meaning of every deadline of C++ code.
     """
+def dump_on(signal: int) -> None:
+    ...
 def hook_layout(config: Config) -> HookLayout:
     ...
 def isa() -> str:
     """
     The instruction set that the CPU device uses.
     """
+def leave_python_alone() -> None:
+    """
+    At the end of the interpreter.
+    """
 def libfabric_status(wheels: collections.abc.Sequence[str] = []) -> dict:
     """
     Returns what libfabric offers on this machine: path, version, error, and for each provider available, nics, device_memory, why_not.
+    """
+def open_desk(process: str, asked: collections.abc.Callable) -> bool:
+    """
+    Once for a process. asked: gets a request, and returns what the guest is to read; 'account' is answered without it. False: there is no socket.
     """
 def output_layout(config: Config) -> OutputLayout:
     """

@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import pplx_comm._core
 import typing
-__all__: list[str] = ['Exchange', 'ExpertOutputs', 'HostHeap', 'Launch', 'Outputs', 'PlanLayout', 'Result', 'SharedMemory', 'StreamEvent', 'Tokens', 'clear', 'device_count', 'driver_version', 'gdrcopy_refusal', 'large_tokens', 'leave_blank', 'output_layout', 'pci_address', 'plan_layout', 'runtime_version', 'write_ordering']
+__all__: list[str] = ['Exchange', 'ExpertOutputs', 'HostHeap', 'Launch', 'Outputs', 'PlanLayout', 'Result', 'SharedMemory', 'StreamEvent', 'Tokens', 'clear', 'count_routing', 'device_count', 'driver_version', 'gdrcopy_refusal', 'large_tokens', 'leave_blank', 'output_layout', 'pci_address', 'plan_layout', 'runtime_version', 'write_ordering']
 class Launch:
     """
     The halves to launch and their stream; addresses of the plan and of the dispatch's results.
@@ -199,6 +199,9 @@ class Exchange:
         """
     @property
     def open_steps(self) -> int:
+        ...
+    @property
+    def teller(self) -> pplx_comm._core.Teller:
         ...
 class PlanLayout:
     """

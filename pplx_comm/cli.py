@@ -12,6 +12,7 @@ EPILOG = """\
 examples:
   python -m pplx_comm doctor --tokens 128 --wire fp8 --ranks 8
   python -m pplx_comm top /var/lib/node_exporter/textfile
+  python -m pplx_comm dump
   python -m pplx_comm efa-soft --nics 2 -- mpirun -n 4 python examples/hello.py
   python -m pplx_comm compat run deep_ep -- python train.py
 
@@ -37,6 +38,9 @@ def parser(chosen: str | None = None) -> argparse.ArgumentParser:
     from pplx_comm import top as watching
 
     watching.add_arguments(commands.add_parser("top", help=watching.HELP, description=watching.DESCRIPTION))
+    from pplx_comm import dump
+
+    dump.add_arguments(commands.add_parser("dump", help=dump.HELP, description=dump.DESCRIPTION))
     from pplx_comm.efasoft import launch
 
     launch.add_arguments(commands.add_parser("efa-soft", help=launch.HELP, description=launch.DESCRIPTION))
@@ -68,6 +72,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
         from pplx_comm import top as watching
 
         return watching.main(given)
+    if chosen == "dump":
+        from pplx_comm import dump
+
+        return dump.main(given)
     from pplx_comm import doctor
 
     return doctor.main(given)

@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from pplx_comm import metrics
+from pplx_comm import desk, metrics
 from pplx_comm.control.assemble import assemble
 from pplx_comm.control.deadlines import DEFAULT_TIMEOUT, checked_timeout
 from pplx_comm.control.failure import Failure
@@ -54,6 +54,7 @@ class Communicator:
         self._failures: Counter[str] = Counter({"death": 0, "abort": 0, "timeout": 0, "closed": 0})
         self.control.on_failure(self._note)
         self.control.on_close(metrics.watch(self))
+        self.control.on_close(desk.watch(self))
 
     @classmethod
     def from_mpi(cls, comm: Any = None, *, node_size: int | None = None, timeout: float = DEFAULT_TIMEOUT) -> Communicator:

@@ -21,7 +21,7 @@ from typing import Any, Protocol
 
 from pplx_comm.errors import Error
 from pplx_comm.log import log
-from pplx_comm.settings import Metrics, read
+from pplx_comm.settings import Watching, read
 
 Labels = dict[str, str]
 _PREFIX = "pplx_comm_"
@@ -175,7 +175,7 @@ class Collector:
 
 def watch(comm: Counted) -> Callable[[], None]:
     """Keeps a file of its counters, where PPLX_COMM_METRICS asks for that. Returns what ends it."""
-    asked = read(Metrics)
+    asked = read(Watching)
     if asked.folder is None:
         return lambda: None
     return _File(comm, Path(asked.folder), asked.seconds).close

@@ -1,6 +1,6 @@
 """Every environment variable of this library: its type, default and meaning, and the one function that reads it.
 
-`read(Log)` is called when the package is imported, `read(Start)` and `read(Metrics)` when a Communicator starts,
+`read(Log)` is called when the package is imported, `read(Start)` and `read(Watching)` when a Communicator starts,
 `read(Settings)` when an AllToAll is made, `read(Serving)` and `read(Sglang)` when vLLM or SGLang asks for its plug-in,
 `read(Compat)` when a shadow package makes a Communicator; a variable that changes later changes nothing that stands. `foreign()`
 reads the variables of other programs. What the launcher says (RANK, OMPI_COMM_WORLD_RANK, SLURM_PROCID, ...) is read in
@@ -12,6 +12,7 @@ control/launch.py, from `whole_environment()`.
 from __future__ import annotations
 
 import os
+import signal
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import Field, dataclass, field, fields
 from typing import Any, TypeVar
@@ -120,6 +121,13 @@ def _flag(text: str) -> bool:
     return bool(("0", "1").index(text))
 
 
+def _signal(text: str) -> int:
+    try:
+        return int(signal.Signals[f"SIG{text.removeprefix('SIG')}"])
+    except KeyError:
+        raise ValueError from None
+
+
 def _c_integer(text: str) -> int:
     return int(text, 0)
 
@@ -143,7 +151,7 @@ class Log:
 
 
 @dataclass(frozen=True)
-class Metrics:
+class Watching:
     """Settings of a Communicator."""
 
     folder: str | None = _variable(
@@ -153,6 +161,12 @@ class Metrics:
     )  # fmt: skip
     seconds: int = _variable(
         "PPLX_COMM_METRICS_SECONDS", _whole(1, 86400), "1 to 86400", "How often the file is written", value=10, default="10",
+    )  # fmt: skip
+    dump_signal: int | None = _variable(
+        "PPLX_COMM_DUMP_SIGNAL", _signal, "the name of a signal, such as USR1",
+        "A process that gets this signal prints what it does and waits for, and its Python stacks; what the signal did before "
+        "follows",
+        default="none",
     )  # fmt: skip
 
 
@@ -387,7 +401,7 @@ def unknown() -> list[str]:
 
 
 def variables() -> list[Variable]:
-    return [variable for kind in (Log, Start, Settings, Serving, Sglang, Compat) for _, variable in _variables(kind)]
+    return [variable for kind in (Log, Watching, Start, Settings, Serving, Sglang, Compat) for _, variable in _variables(kind)]
 
 
 def _variables(kind: type[Any]) -> Iterator[tuple[Field[Any], Variable]]:

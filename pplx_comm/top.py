@@ -6,19 +6,21 @@ import argparse
 import re
 import statistics
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
+from pplx_comm import desks, metrics
 from pplx_comm.errors import Error
-from pplx_comm.settings import Metrics, read
+from pplx_comm.settings import Watching, read
 
 HELP = "what the ranks of a running job do, and which of them is slow"
 DESCRIPTION = """\
-Shows the ranks whose counters are in a folder, that of PPLX_COMM_METRICS: steps a second, how long they wait for each other, the
-expert with the most rows, the network. Under the table it says what stands out. The job must have been started with
-PPLX_COMM_METRICS=DIR; where its hosts share that folder, all ranks are there. Waits are of a dispatch and a combine, between two
-readings.
+Shows the ranks of a job: steps a second, how long they wait for each other, the expert with the most rows, the network. Under the
+table it says what stands out. It asks the processes of this host, your own ones and for root all, and by their connections the
+ranks on other hosts; or it reads the files of PPLX_COMM_METRICS, where all hosts share that folder. Waits are of a dispatch and a
+combine, between two readings.
 """
 
 LATE, HOT = 4.0, 8.0
@@ -30,6 +32,8 @@ LEAST_ROWS = 16
 
 SILENT = 120.0
 """Seconds in which not all ranks have written, after which it is an error."""
+BETWEEN = 2.0
+"""Seconds between two questions."""
 
 _SAMPLE = re.compile(r"^pplx_comm_(\w+)\{(.*)\} (\S+)$", re.MULTILINE)
 _LABEL = re.compile(r'(\w+)="((?:[^"\\]|\\.)*)"')
@@ -93,9 +97,22 @@ def parse(text: str, at: float) -> Reading:
     return r
 
 
-def read_folder(folder: Path) -> dict[str, dict[int, Reading]]:
-    """The last readings of all ranks, by job."""
-    jobs: dict[str, dict[int, Reading]] = {}
+Jobs = dict[str, dict[int, Reading]]
+"""The last readings of all ranks, by job."""
+
+
+@dataclass(frozen=True)
+class Source:
+    read: Callable[[], Jobs]
+    pause: float
+    """Seconds until it may have changed."""
+    where: str
+
+
+def read_folder(folder: Path) -> Jobs:
+    if not folder.is_dir():
+        raise Error(f"{folder} is no folder. It is that of PPLX_COMM_METRICS, with which the job was started")
+    jobs: Jobs = {}
     for path in sorted(folder.glob("pplx_comm-*.prom")):
         try:
             reading = parse(path.read_text(), path.stat().st_mtime)
@@ -103,6 +120,25 @@ def read_folder(folder: Path) -> dict[str, dict[int, Reading]]:
             continue
         if reading.job:
             jobs.setdefault(reading.job, {})[reading.rank] = reading
+    return jobs
+
+
+def read_processes() -> Jobs:
+    """Those of this host, then by one of each job what others it reaches."""
+    jobs: Jobs = {}
+
+    def add(told: Any) -> bool:
+        """True if it is no rank of a job of which others are missing."""
+        for stats in told if isinstance(told, list) else []:  # else its Python is held up
+            reading = parse(metrics.text(metrics.families(stats)), time.time())
+            jobs.setdefault(reading.job, {}).setdefault(reading.rank, reading)
+        return all(max(of.world_size for of in ranks.values()) == len(ranks) for ranks in jobs.values())
+
+    found = desks.ask_all("stats")
+    if not found:
+        raise Error(desks.NOBODY)
+    if not all([add(one.value) for one in found]):
+        any(add(answer.value) for one in found if (answer := desks.ask(one.desk, "job stats")) is not None)
     return jobs
 
 
@@ -202,37 +238,57 @@ def matrix(ranks: list[Rank]) -> list[str]:
     return lines
 
 
+def picture(ranks: list[Rank], path: Path) -> None:
+    """The matrix, as a heat map."""
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise Error("--png needs matplotlib: pip install matplotlib") from None
+    numbers = sorted({r.rank for r in ranks} | {peer for r in ranks for peer in r.waits})
+    figure = Figure(figsize=(6, 5), layout="constrained")
+    axes = figure.subplots()
+    shown = axes.imshow([[r.waits.get(n, 0.0) for n in numbers] for r in ranks], cmap="magma_r", vmin=0.0)
+    axes.set_xticks(range(len(numbers)), [str(n) for n in numbers])
+    axes.set_yticks(range(len(ranks)), [str(r.rank) for r in ranks])
+    axes.set_xlabel("for rank")
+    axes.set_ylabel("rank that waits")
+    figure.colorbar(shown, label="ms a step")
+    figure.savefig(path, dpi=120)
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("folder", nargs="?", metavar="DIR", help="where the counters are (that of PPLX_COMM_METRICS)")
+    parser.add_argument("folder", nargs="?", metavar="DIR", help="read files there, not processes (that of PPLX_COMM_METRICS)")
     parser.add_argument("--job", help="the first letters of its name, where more than one is there")
     parser.add_argument("--matrix", action="store_true", help="also show how long each rank waits for each other one")
-    parser.add_argument("--once", action="store_true", help="show it once, when all ranks have written twice, and exit")
+    parser.add_argument("--png", metavar="FILE", help="write that as a picture, each time anew (needs matplotlib)")
+    parser.add_argument("--once", action="store_true", help="show it once, when all ranks have told twice, and exit")
 
 
 def main(given: argparse.Namespace) -> int:
-    folder = given.folder or read(Metrics).folder
-    if folder is None:
-        raise SystemExit("top: which folder? Start the job with PPLX_COMM_METRICS=DIR, and name DIR here or in that variable")
+    folder = given.folder or read(Watching).folder
+    source = Source(read_processes, BETWEEN, "on this host")
+    if folder is not None:
+        source = Source(lambda: read_folder(Path(folder)), 0.1, f"in {folder}")
     try:
-        return _show(Path(folder), given)
+        return _show(source, given)
     except KeyboardInterrupt:
         return 0
     except Error as problem:
         raise SystemExit(f"top: {problem}") from None
 
 
-def _show(folder: Path, given: argparse.Namespace) -> int:
+def _show(source: Source, given: argparse.Namespace) -> int:
     before: dict[int, Reading] = {}
     while True:
-        job, readings = _await_all(folder, given.job, before)
-        silent = sorted(rank for rank in readings if readings[rank].at == before[rank].at)
+        job, readings = _await_all(source, given.job, before)
+        silent = sorted(rank for rank in before if rank not in readings or readings[rank].at == before[rank].at)
         ranks = [between(before[rank], readings[rank]) for rank in sorted(readings.keys() - set(silent))]
         world_size = max(reading.world_size for reading in readings.values())
-        here = f", {len(readings)} of them in {folder}" if len(readings) < world_size else ""
+        here = f", {len(readings)} of them heard of" if len(readings) < world_size else ""
         lines = [f"job {job}: {world_size} ranks{here}", *table(ranks), *(["", *matrix(ranks)] if given.matrix else []), ""]
-        said = [f"rank {rank} writes nothing any more: it is gone, or stands still" for rank in silent] + verdicts(
-            ranks, world_size
-        )
+        said = [f"rank {rank} tells nothing any more: it is gone, or stands still" for rank in silent] + verdicts(ranks, world_size)
+        if given.png:
+            picture(ranks, Path(given.png))
         print("\n".join(lines + (said or ["nothing stands out"])), flush=True)
         if given.once:
             return 0
@@ -240,12 +296,12 @@ def _show(folder: Path, given: argparse.Namespace) -> int:
         before = readings
 
 
-def _await_all(folder: Path, wanted: str | None, before: dict[int, Reading]) -> tuple[str, dict[int, Reading]]:
+def _await_all(source: Source, wanted: str | None, before: dict[int, Reading]) -> tuple[str, dict[int, Reading]]:
     """The job, and its ranks once all have written since `before`, or some have thrice. New ranks are added to it."""
     written: dict[int, set[float]] = {}
     begun = time.monotonic()
     while True:
-        job, readings = _chosen(folder, wanted)
+        job, readings = _chosen(source, wanted)
         for rank, reading in readings.items():
             before.setdefault(rank, reading)
             if reading.at > before[rank].at:
@@ -253,18 +309,16 @@ def _await_all(folder: Path, wanted: str | None, before: dict[int, Reading]) -> 
         if readings.keys() <= written.keys() or any(len(times) == 3 for times in written.values()):
             return job, readings
         if time.monotonic() - begun > SILENT:
-            raise Error(f"no rank has written in {folder} for {SILENT:.0f} s: the job was killed, or stands still")
-        time.sleep(0.1)  # other processes write the files: nothing announces it
+            raise Error(f"no rank {source.where} has told anything for {SILENT:.0f} s: the job was killed, or stands still")
+        time.sleep(source.pause)  # nothing announces what other processes do
 
 
-def _chosen(folder: Path, wanted: str | None) -> tuple[str, dict[int, Reading]]:
-    if not folder.is_dir():
-        raise Error(f"{folder} is no folder. It is that of PPLX_COMM_METRICS, with which the job was started")
-    jobs = read_folder(folder)
+def _chosen(source: Source, wanted: str | None) -> tuple[str, dict[int, Reading]]:
+    jobs = source.read()
     found = [job for job in jobs if job.startswith(wanted or "")]
     if not found:
-        have = f"of {', '.join(sorted(jobs))}" if jobs else "of none"
-        raise Error(f"no counters of {'job ' + wanted if wanted else 'a job'} in {folder}, {have}; a job's are there while it runs")
+        have = f"but {', '.join(sorted(jobs))}" if jobs else "nor any other"
+        raise Error(f"there is no job {wanted or ''} {source.where}, {have}: its counters are there while it runs")
     if len(found) > 1:
-        raise Error(f"{folder} has {len(found)} jobs: name one with --job: {', '.join(sorted(found))}")
+        raise Error(f"there are {len(found)} jobs {source.where}: name one with --job: {', '.join(sorted(found))}")
     return found[0], jobs[found[0]]

@@ -27,6 +27,7 @@ constexpr timespec kShortNap{0, kShortestNap};
 // Poll interval while no AllToAll is attached; a command wakes the thread. It polls only for what peers' providers want of its own.
 // With the naps below, six proxies in each of eight ranks, one of them in use, took half of two cores.
 constexpr auto kUnusedNap = std::chrono::milliseconds(20);
+constexpr double kTurn = 0.1;   // it takes one each ms, unused each 20
 
 // Naps of an idle thread: 50 us, or longer if needed to stay below a twenty-fifth of a core. The cost of a nap and a look depends
 // on provider and machine: tcp asks the kernel each time, which alone took 6 % of a slow core.
@@ -154,6 +155,11 @@ void ProxyThread::keep(std::shared_ptr<void> owner) {
 ProxyThreadStats ProxyThread::stats() const {
   std::lock_guard<std::mutex> lock(state_->mutex);
   return state_->stats;
+}
+
+ProxyStanding ProxyThread::standing() const {
+  const ProxyStats s = stats().proxy;
+  return {!takes_turns(kTurn), state_->turns.load(std::memory_order_relaxed), s.writes, s.bytes, s.again, s.errors, s.dropped, s.deepest};
 }
 
 bool ProxyThread::takes_turns(double within_seconds) const {

@@ -10,6 +10,7 @@
 #include <vector>
 
 #include "../src/host/fork_check.h"
+#include "../src/host/standing.h"
 #include "proxy.h"
 
 namespace pplx {
@@ -40,6 +41,8 @@ class ProxyThread {
   void keep(std::shared_ptr<void> owner);
 
   ProxyThreadStats stats() const;
+
+  ProxyStanding standing() const;   // safe from any thread
 
   // True if the thread takes a turn within that time. If not, it is stuck inside the provider, or gets no core.
   bool takes_turns(double within_seconds) const;

@@ -18,7 +18,7 @@ from pplx_comm.control.inbox import close_fds
 
 FDS_PER_FRAME = 128  # the kernel takes 253 in one message
 READS_IN_A_ROW = 16  # then the other connections get their turn
-ON_THE_MESH = frozenset({Kind.GOODBYE, Kind.ABORT, Kind.ALL_GATHER, Kind.FDS, Kind.PROPOSE, Kind.DECIDE, Kind.BUSY})
+ON_THE_MESH = frozenset(Kind) - frozenset(kind for kind in Kind if kind < Kind.GOODBYE)
 
 
 class Connection:

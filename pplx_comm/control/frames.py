@@ -11,7 +11,7 @@ from typing import Any
 from pplx_comm.errors import Error
 
 MAGIC = b"PPLX"
-VERSION = 2
+VERSION = 3
 HEADER = struct.Struct("!4sBBHI")  # magic, version, kind, 0, payload bytes
 
 
@@ -31,6 +31,8 @@ class Kind(enum.IntEnum):
     PROPOSE = 20
     DECIDE = 21
     BUSY = 22
+    ASK = 23
+    TOLD = 24
 
 
 KiB, MiB = 1 << 10, 1 << 20
@@ -50,6 +52,8 @@ LIMIT = {
     Kind.PROPOSE: 64 * KiB,
     Kind.DECIDE: 64 * KiB,
     Kind.BUSY: KiB,
+    Kind.ASK: KiB,
+    Kind.TOLD: MiB,
 }
 
 

@@ -28,6 +28,8 @@ from pplx_comm.control.survivors import Survivors
 from pplx_comm.errors import Error, StepTimeout
 from pplx_comm.log import log
 
+Answer = Callable[[], dict[str, Any]]
+
 
 class Mesh:
     def __init__(self, rank: int, world_size: int) -> None:
@@ -51,6 +53,11 @@ class Mesh:
         self._callbacks: Callbacks[Failure] = Callbacks(self.condition, rank)
         self._busy_callbacks: Callbacks[Busy] = Callbacks(self.condition, rank)
         self._busy_with: list[str] = []
+        self.answers: dict[str, Answer] = {}
+        """To what other ranks may ask. Each runs in a thread of its own: it may have to wait for a proxy."""
+        self._questions = 0
+        self._told: dict[int, dict[int, dict[str, Any]]] = {}
+        """Answers by question and rank."""
         self._survivors = Survivors(self)
         self._early: list[tuple[int, Kind, dict[str, Any]]] = []
         self._before_close: list[Callable[[], None]] = []
@@ -205,6 +212,32 @@ class Mesh:
             return
         self._busy_callbacks.announce(said)
 
+    # Questions
+
+    def ask(self, ranks: Iterable[int], what: str, seconds: float) -> dict[int, dict[str, Any]]:
+        """The answers of those ranks that answer in time."""
+        with self.condition:
+            self.check_usable()
+            self._questions += 1
+            question = self._questions
+            told = self._told[question] = {}
+            asked = self.connections.keys() & set(ranks)
+            self.send(sorted(asked), json_frame(Kind.ASK, {"question": question, "what": what}))
+            self.condition.wait_for(
+                lambda: self._closing is not None or not (asked & self.connections.keys()) - told.keys(), seconds
+            )
+            return self._told.pop(question)
+
+    def _tell(self, rank: int, what: str, question: int) -> None:
+        answer = self.answers.get(what)
+        try:
+            told = None if answer is None else json_frame(Kind.TOLD, {"question": question, "told": answer()})
+        except Exception as problem:
+            log.debug("rank %d asked for %s: %s", rank, what, problem)
+            return
+        if told is not None:
+            self.send([rank], told)
+
     # Generations
 
     def agree_survivors(self, after: int | None, timeout: float, leave_out: bool = False) -> list[int]:
@@ -297,6 +330,14 @@ class Mesh:
             return
         if kind == Kind.BUSY:
             self._hear_busy(Busy(sender, field(message, "busy", bool), field(message, "what", str)))
+            return
+        if kind == Kind.ASK:
+            asked = sender, field(message, "what", str), field(message, "question", int)
+            threading.Thread(target=self._tell, args=asked, name="pplx_comm answer", daemon=True).start()
+            return
+        if kind == Kind.TOLD:
+            if (told := self._told.get(field(message, "question", int))) is not None:  # else it comes too late
+                told[sender] = field(message, "told", dict)
             return
         generation = field(message, "generation", int)
         if generation > self.generation:

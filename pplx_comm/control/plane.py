@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,7 +11,7 @@ from pplx_comm.control.callbacks import Busy, Callback
 from pplx_comm.control.collectives import all_gather, share_fds
 from pplx_comm.control.deadlines import checked_timeout
 from pplx_comm.control.failure import Failure, is_rank
-from pplx_comm.control.mesh import Mesh
+from pplx_comm.control.mesh import Answer, Mesh
 
 
 class ControlPlane:
@@ -135,6 +135,20 @@ class ControlPlane:
     def on_busy(self, callback: Callable[[Busy], None]) -> Callable[[], None]:
         """Calls back when a rank says that it is busy, or no longer; at once for those that are. As on_failure does."""
         return self._mesh.on_busy(callback)
+
+    # ---- questions -------------------------------------------------------------------------------------------------------
+
+    def answer(self, what: str, answer: Answer) -> None:
+        """Sets the answer to other ranks that ask for it: JSON-able. A bound method is held weakly."""
+        weak = weakref.WeakMethod(answer) if hasattr(answer, "__self__") else None
+        if weak is None:
+            self._mesh.answers[what] = answer
+        else:
+            self._mesh.answers[what] = lambda: {} if (alive := weak()) is None else alive()
+
+    def ask(self, ranks: Iterable[int], what: str, seconds: float) -> dict[int, dict[str, Any]]:
+        """The answers of those ranks that answer in time. Raises after close()."""
+        return self._mesh.ask(ranks, what, seconds)
 
     # ---- the end ---------------------------------------------------------------------------------------------------------
 

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from typing import Any
 
+from pplx_comm.accounts import first_lines
+from pplx_comm.control import deadlines
 from pplx_comm.device.session import Session
 from pplx_comm.errors import Error, PeerError, StepTimeout
 
@@ -25,8 +28,9 @@ class Failing:
         control = self._session.control
         self._session.life.told()
         if control.failure is None:  # else all ranks know
-            self._explain(error)
+            self._blame_proxy(error)
             self._tell(error)
+            self._ask(error)
         first = control.failure
         if first is None or not isinstance(error, PeerError):
             return
@@ -35,7 +39,7 @@ class Failing:
         if said.peer != error.peer:
             raise said from error
 
-    def _explain(self, error: BaseException) -> None:
+    def _blame_proxy(self, error: BaseException) -> None:
         """A timeout says so if this rank's own proxy is stuck."""
         carrier, rank = self._session.wiring.carrier, self._session.control.rank
         if isinstance(error, StepTimeout) and carrier is not None and carrier.stands_still():
@@ -44,6 +48,14 @@ class Failing:
                 f"see to rank {rank} first."
             )
             error.args = (f"{error} {but}",)
+
+    def _ask(self, error: BaseException) -> None:
+        """A timeout says what the rank does that it blames. Once all ranks know of it, lest another one be blamed meanwhile."""
+        control = self._session.control
+        if isinstance(error, StepTimeout) and error.peer not in (None, control.rank):
+            with suppress(Error):  # closed meanwhile
+                told = control.ask([error.peer], "account", deadlines.ASKED_RANK)
+                error.args = (f"{error}\n{first_lines(error.peer, told.get(error.peer), control.job)}",)
 
     def _tell(self, error: BaseException) -> None:
         control, generation = self._session.control, self._session.life.generation

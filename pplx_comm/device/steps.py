@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import weakref
 from collections.abc import Callable
 from threading import get_ident
@@ -37,6 +38,13 @@ class Steps:
         self._checking = Failing(session, "check")
         self._last_stats: dict[str, Any] | None = None
         """As they were when it was closed."""
+        facts = {
+            "job": session.control.job,
+            "rank": session.control.rank,
+            "world_size": session.control.world_size,
+            "what": self.what,
+        }
+        self._told = _core.Told(json.dumps(facts), session.wiring.exchange.teller)
         self._renewed: weakref.WeakMethod[Callable[[], None]] | None = None
         self._finish = weakref.finalize(self, _give_back, session, session.wiring)
         self._finish.atexit = False
@@ -267,6 +275,7 @@ class Steps:
         if not life.close():
             return
         self._last_stats = self._counters(False)  # the proxy may stand still
+        self._told.end()
         self.device.end_calls()
         self._forget_failures()
         self._forget_busy()

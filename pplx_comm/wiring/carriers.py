@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import threading
 import time
@@ -87,9 +88,12 @@ class _Proxy:
         self.nics: list[str] = [self.fabric.endpoint_name(endpoint) for endpoint in range(self.fabric.endpoints)]
         self.address: bytes = self.fabric.address()
         self.proxy = _core.Proxy(driven, settings.shard_bytes, self.fabric.proxy_cpu)
+        facts = {"rank": rank, "proxy": self.name, "nics": self.nics}
+        self._told = _core.Told(json.dumps(facts), self.proxy.teller)
         log.debug("proxy over %s: %s (%s), CPU %d", self.name, ", ".join(self.nics), self.fabric.why, self.fabric.proxy_cpu)
 
     def close(self, timeout: float) -> None:
+        self._told.end()
         if self.proxy.close(timeout):
             self.fabric.close()
         else:

@@ -9,6 +9,7 @@
 #include "cpu/exchange.h"
 #include "host/mapping.h"
 #include "host/output_pool.h"
+#include "host/standing.h"
 #include "bind_counters.h"
 #include "bind_structs.h"
 #include "carried_exchange.h"
@@ -222,6 +223,8 @@ void bind_life(py::class_<CarriedExchange, Carried, std::shared_ptr<CarriedExcha
       .def_property_readonly("generation", [](const CarriedExchange& e) { return e.exchange.generation(); })
       .def_property_readonly("open_steps", [](const CarriedExchange& e) { return e.exchange.open_steps(); })
       .def_property_readonly("next_step", [](const CarriedExchange& e) { return e.exchange.next_step(); })
+      .def_property_readonly(
+          "teller", [](const std::shared_ptr<CarriedExchange>& e) { return std::shared_ptr<Teller>(new TellerOf<CarriedExchange>(e)); })
       .def("stats", [](const CarriedExchange& e) { return to_dict(e.exchange.counters()); });
 }
 

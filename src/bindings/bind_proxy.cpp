@@ -14,6 +14,7 @@
 
 #include "blob.h"
 #include "host/carried.h"
+#include "host/standing.h"
 #include "proxy/chaos.h"
 #include "proxy/proxy_thread.h"
 #include "protocol/heap_layout.h"
@@ -158,6 +159,8 @@ void bind_proxy(py::module_& m) {
       .def("attach", &attach, py::arg("carried"), py::arg("region"), py::arg("descriptions"))
       .def("detach", &detach, py::arg("carried"), py::arg("region"), py::arg("timeout"), Unlocked())
       .def("stats", [](ProxyThread& thread, bool fresh) { return stats(thread, fresh); }, py::arg("fresh"))
+      .def_property_readonly(
+          "teller", [](const std::shared_ptr<ProxyThread>& thread) { return std::shared_ptr<Teller>(new TellerOf<ProxyThread>(thread)); })
       .def("takes_turns", &ProxyThread::takes_turns, py::arg("within"), Unlocked(),
            "False if it hangs in the provider, or gets no core, for that many seconds.")
       .def("close", &ProxyThread::close, py::arg("timeout") = 1.0, Unlocked(),

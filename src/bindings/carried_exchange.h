@@ -37,6 +37,7 @@ struct CarriedExchange : Carried {
     exchange.lay_relays(std::move(areas));
     rails = std::move(by_rank);
   }
+  Standing standing() const { return exchange.standing(); }
   void lost_network(const Abort& abort, const std::string& message) override { exchange.failures().lost_network(abort, message); }
 
   std::vector<std::shared_ptr<Mapping>> mappings;   // this rank's first

@@ -6,6 +6,7 @@
 
 namespace pplx {
 void bind_config(pybind11::module_& m);
+void bind_desk(pybind11::module_& m);
 void bind_exchange(pybind11::module_& m);
 void bind_fabric(pybind11::module_& m);
 void bind_proxy(pybind11::module_& m);
@@ -14,6 +15,7 @@ void bind_proxy(pybind11::module_& m);
 PYBIND11_MODULE(_core, m) {
   m.doc() = "The host half of pplx_comm: the CPU device, the proxy and the fabric.";
   pplx::bind_config(m);
+  pplx::bind_desk(m);
   pplx::bind_exchange(m);
   pplx::bind_fabric(m);
   pplx::bind_proxy(m);

@@ -80,6 +80,12 @@ void Blocks::publish_return(std::uint32_t step, std::uint32_t source, std::uint3
   store_release(return_word(set_of(config_, step), source, config_.rank), arrival_word(generation_, step));
 }
 
+std::int64_t Blocks::last_heard(Signal signal, std::uint32_t peer) const {
+  std::int64_t last = -1;
+  for (std::uint32_t set = 0; set < config_.in_flight; ++set) note_step(last, arrival(set, signal, peer), generation_);
+  return last;
+}
+
 Waiting Blocks::waiting_for(std::uint32_t step, Signal signal, std::uint32_t peer, const char* what) const {
   Waiting w;
   w.peer = peer;

@@ -93,6 +93,8 @@ class Blocks {
   bool has_arrived(std::uint32_t step, Signal signal, std::uint32_t peer) const {
     return arrived(arrival(set_of(config_, step), signal, peer), generation_, step);
   }
+  // The last step of this generation whose block has come from a peer; below 0: none.
+  std::int64_t last_heard(Signal signal, std::uint32_t peer) const;
   Waiting waiting_for(std::uint32_t step, Signal signal, std::uint32_t peer, const char* what) const;
   bool has_returned(std::uint32_t step, std::uint32_t source, std::uint32_t mate) const {
     return arrived(load_acquire(return_word(set_of(config_, step), source, mate)), generation_, step);

@@ -263,7 +263,7 @@ std::unique_ptr<PhaseRun> Exchange::start_dispatch_send(const Tokens& input, std
   if (input.scales != nullptr && !quantised(config().wire)) throw Misuse("dispatch: x_scale needs a quantised wire");
   if (input.scales != nullptr && config().wire == Wire::FP8_UE8M0) check_scales(config(), input);
   std::lock_guard<std::mutex> lock(mutex_);
-  OpenStep& open = steps_.open(input);
+  OpenStep& open = steps_.open(input, now_());
   *step = open.step;
   // The quantised rows are not in the caller's memory, so own rows can always be read from there.
   open.own_rows_in_x = input.scales == nullptr && (quantised(config().wire) || input.keep_own_rows || blocks_.heap().in_pieces);

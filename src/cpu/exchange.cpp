@@ -46,6 +46,7 @@ void Exchange::run(PhaseRun& phase_run, Phase phase, std::uint32_t step, const I
   const bool receives = phase == Phase::DispatchRecv || phase == Phase::CombineRecv;
   std::vector<double> waited(receives && blocks_.tally().counts ? config().world : 0);
   Backoff backoff;
+  const Calls::Running running(calls_, {&phase_run, phase, step, begun});
   try {
     const ThreadPool::Help help(pool_, phase_run);
     while (!poll(phase_run, phase, step, since)) {
@@ -117,19 +118,19 @@ void Exchange::check_order(std::uint32_t step, Phase receives) const {
 void Exchange::finish_dispatch_recv(std::uint32_t step, const std::shared_ptr<Received>& received) {
   std::lock_guard<std::mutex> lock(mutex_);
   OpenStep& open = steps_.of(step);
-  open.progress = OpenStep::Progress::Received;
+  open.come_to(OpenStep::Progress::Received, now_());
   open.overflowed = received->overflowed;
   if (config().node_ranks != 0) open.received = received;
 }
 
 void Exchange::finish_combine_send(std::uint32_t step) {
   std::lock_guard<std::mutex> lock(mutex_);
-  steps_.of(step).progress = OpenStep::Progress::Combining;
+  steps_.of(step).come_to(OpenStep::Progress::Combining, now_());
 }
 
 void Exchange::finish_combine_recv(std::uint32_t step) {
   std::lock_guard<std::mutex> lock(mutex_);
-  steps_.close(step);
+  steps_.close(step, now_());
 }
 
 // ---- life ----------------------------------------------------------------------------------------------------------------
@@ -143,6 +144,24 @@ void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
 std::uint32_t Exchange::open_steps() const {
   std::lock_guard<std::mutex> lock(mutex_);
   return steps_.count();
+}
+
+Standing Exchange::standing() const {
+  Standing s;
+  const double at = now_();
+  const Config& c = config();
+  s.device = "cpu";
+  s.generation = generation();
+  {
+    const std::lock_guard<std::mutex> lock(mutex_);
+    steps_.tell(s, at);
+  }
+  calls_.tell(s, at);
+  for (std::uint32_t source = 0; source < c.world; ++source) {
+    s.heard[0].push_back(blocks_.last_heard(Signal::Dispatch, source));
+    s.heard[1].push_back(blocks_.last_heard(Signal::Combine, source));
+  }
+  return s;
 }
 
 Counters Exchange::counters() const {

@@ -8,6 +8,7 @@
 
 #include "arguments.h"
 #include "blocks.h"
+#include "calls.h"
 #include "failures.h"
 #include "open_steps.h"
 #include "phase.h"
@@ -62,6 +63,7 @@ class Exchange {
   std::uint32_t next_step() const { return steps_.book().next(); }
   std::uint32_t open_steps() const;
   Counters counters() const;
+  Standing standing() const;   // safe from any thread; waits for no peer
 
  private:
   // How long a blocking call has waited: time in which its thread did not run moves `begun`.
@@ -79,6 +81,7 @@ class Exchange {
   mutable std::mutex mutex_;                  // steps
   std::mutex send_mutex_;                     // sends are one sequence
   OpenSteps steps_;
+  Calls calls_;
   std::atomic<bool> closed_{false};
 };
 

@@ -1,10 +1,12 @@
 // The steps that are open on this rank, and the next call of each.
 #pragma once
 
+#include <algorithm>
 #include <string>
 #include <vector>
 
 #include "../host/failure.h"
+#include "../host/standing.h"
 #include "../host/step_book.h"
 #include "../protocol/config.h"
 #include "arguments.h"
@@ -16,6 +18,7 @@ struct OpenStep {
   enum class Progress : std::uint8_t { Closed, Sent, Received, Combining };
   Progress progress = Progress::Closed;
   std::uint32_t step = 0;
+  double opened = 0, came = 0;                 // when it was, and when it came to `progress`
   Tokens input;
   std::shared_ptr<const Received> received;    // with node_ranks: it has the masks of relayed rows
   bool own_rows_in_x = false;
@@ -25,6 +28,11 @@ struct OpenStep {
   std::uint32_t flags = 0;                     // BlockFlags of its combine
   bool receiving = false, adding = false;      // dispatch_recv has begun, combine_recv has
   std::shared_ptr<PieceSending> sending;       // in pieces: the operation whose rest the receive half sends
+
+  void come_to(Progress next, double now) {
+    progress = next;
+    came = now;
+  }
 };
 
 class OpenSteps {
@@ -41,11 +49,12 @@ class OpenSteps {
   }
   OpenStep& of(std::uint32_t step) { return by_set_[set_of(config_, step)]; }
 
-  OpenStep& open(const Tokens& input) {
+  OpenStep& open(const Tokens& input, double now) {
     OpenStep& open = of(book_.next());
     if (open.progress != Progress::Closed) throw Misuse(too_many_open_text("step " + std::to_string(open.step), config_.in_flight));
     open.progress = Progress::Sent;
     open.step = book_.open();
+    open.opened = open.came = now;
     open.input = input;
     return open;
   }
@@ -75,9 +84,24 @@ class OpenSteps {
                      ", and steps are received in order");
   }
 
-  void close(std::uint32_t step) {
+  void close(std::uint32_t step, double now) {
+    last_[book_.closed() % kLast] = {step, now - of(step).opened};
     of(step) = OpenStep();
     book_.close();
+  }
+
+  // Those that are open, and the last that were closed.
+  void tell(Standing& s, double now) const {
+    s.next_step = book_.next();
+    for (const OpenStep& open : by_set_) {
+      if (open.progress == Progress::Closed) continue;
+      const Phase last = open.progress == Progress::Sent       ? Phase::DispatchSend
+                         : open.progress == Progress::Received ? Phase::DispatchRecv
+                                                               : Phase::CombineSend;
+      s.open.push_back({open.step, phase_name(last), false, now - open.came, {}, ""});
+    }
+    for (std::uint64_t n = book_.closed() - std::min<std::uint64_t>(kLast, book_.closed()); n < book_.closed(); ++n)
+      s.last.push_back(last_[n % kLast]);
   }
 
   void reset() {
@@ -86,8 +110,11 @@ class OpenSteps {
   }
 
  private:
+  static constexpr std::uint32_t kLast = 32;
+
   const Config& config_;
   StepBook book_;
+  Standing::Ended last_[kLast] = {};
   std::vector<OpenStep> by_set_;
 };
 

@@ -49,6 +49,12 @@ constexpr bool reached(std::uint64_t word, std::uint64_t wanted) {
   return arrived(word, static_cast<std::uint32_t>(wanted >> 32), static_cast<std::uint32_t>(wanted));
 }
 
+// Keeps the last step of a generation among words. Below 0: none yet.
+constexpr void note_step(std::int64_t& last, std::uint64_t word, std::uint32_t generation) {
+  const auto step = static_cast<std::uint32_t>(word);
+  if (word >> 32 == generation && (last < 0 || !step_reached(static_cast<std::uint32_t>(last), step))) last = step;
+}
+
 inline constexpr std::uint32_t kBlank = 0xffffffffu;
 
 // Never blank. Two steps have the same only if they lie a good part of 2^32 apart.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -14,13 +15,10 @@ from failure_cases import LATE
 from harness import Crew, Crews, seed
 from open_step_cases import small_case
 from relay_cases import damages
+from test_dump import late_for, when
 from test_failure import left_in_shm
 
 pytestmark = ON_X86_64
-
-
-def drawn(begin: int, number: int, world: int, transport: str) -> Case:
-    return replace(case_of(begin, number, world, transport), replicas=1)
 
 
 @pytest.fixture(scope="module")
@@ -33,12 +31,12 @@ def four() -> Iterator[Crews]:
 @pytest.mark.parametrize("transport", ["relayed:tcp", "relayed-dealt:shm"])
 def test_random_shapes(four: Crews, transport: str) -> None:
     for number in numbers(5):
-        four.run("emulated:call", module(), "rank_cases:exchange", drawn(70_000, number, 4, transport))
+        four.run("emulated:call", module(), "rank_cases:exchange", case_of(70_000, number, 4, transport))
 
 
 def test_sums_as_codes(four: Crews) -> None:
     for number in numbers(4):
-        case = drawn(76_000, number, 4, ("relayed:tcp", "relayed-dealt:shm")[number % 2])
+        case = case_of(76_000, number, 4, ("relayed:tcp", "relayed-dealt:shm")[number % 2])
         four.run("emulated:call", module(), "rank_cases:exchange", replace(case, combine_wire="fp8", hidden=case.hidden + 264))
 
 
@@ -60,19 +58,34 @@ def test_nodes_of_other_sizes(world: int, transport: str) -> None:
     """2, 2 and 1 ranks; 1, 2 and 2; 4 and 3."""
     with Crew(world) as crew:
         for number in numbers(2):
-            crew.run("emulated:call", module(), "rank_cases:exchange", drawn(71_000, number, world, transport), timeout=100)
+            crew.run("emulated:call", module(), "rank_cases:exchange", case_of(71_000, number, world, transport), timeout=100)
+
+
+def test_replicas(tmp_path: Path) -> None:
+    """Two groups on one node, one on another. Then ranks of two groups die, one of which relayed for the other node."""
+    case = Case(
+        seed(), 6, num_experts=11, top_k=4, max_tokens=48, crowd="uneven", in_flight=2, replicas=2, transport="relayed-dealt:tcp"
+    )
+    paths = [str(tmp_path / f"died{i}") for i in range(2)]
+    with Crew(6) as crew:
+        for number in numbers(3):
+            drawn = replace(case_of(77_000, number, 6, "relayed-dealt:tcp"), replicas=2)
+            crew.run("emulated:call", module(), "rank_cases:exchange", drawn, timeout=100)
+        crew.start("emulated:call", module(), "failure_cases:reset_after", case, [2, 0], paths)
+        assert [len(r["rounds"]) for r in crew.collect(200, [1, 3, 4, 5])] == [2, 2, 2, 2]
+        crew.leave()
 
 
 def test_in_a_chaos() -> None:
     with Crew(4, {"PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}"}) as crew:
         for number in numbers(3):
-            crew.run("emulated:call", module(), "rank_cases:exchange", drawn(72_000, number, 4, "relayed:tcp"))
+            crew.run("emulated:call", module(), "rank_cases:exchange", case_of(72_000, number, 4, "relayed:tcp"))
 
 
 def test_one_resident_thread_block_suffices() -> None:
     with Crew(4, {"PPLX_EMULATION_ROOM": "1", "PPLX_EMULATION_SMS": "5"}) as crew:
         for number in numbers(3):
-            crew.run("emulated:call", module(), "rank_cases:exchange", drawn(73_000, number, 4, "relayed:tcp"))
+            crew.run("emulated:call", module(), "rank_cases:exchange", case_of(73_000, number, 4, "relayed:tcp"))
 
 
 def test_more_rows_than_a_warp_has_lanes(four: Crews) -> None:
@@ -95,7 +108,7 @@ def test_more_rows_than_a_warp_has_lanes(four: Crews) -> None:
 
 def test_hooks(four: Crews) -> None:
     for number in numbers(2):
-        four.run("emulated:call", module(), "hook_cases:hooked", drawn(74_000, number, 4, "relayed:tcp"))
+        four.run("emulated:call", module(), "hook_cases:hooked", case_of(74_000, number, 4, "relayed:tcp"))
 
 
 def test_steps_among_replays(four: Crews) -> None:
@@ -119,7 +132,7 @@ def test_refusals(four: Crews) -> None:
 
 
 def test_blocks_in_gpu_memory() -> None:
-    cases = [drawn(75_000, number, 4, "relayed-copy") for number in numbers(3)]
+    cases = [case_of(75_000, number, 4, "relayed-copy") for number in numbers(3)]
     with Crew(1) as crew:
         crew.run("emulated:call", module(), "placement_cases:random_shapes", cases, timeout=200)
 
@@ -156,6 +169,19 @@ def check_blame(world: int, transport: str, incidents: Sequence[tuple[int, str]]
 
 def test_blame() -> None:
     check_blame(4, "relayed:tcp", LATE)
+
+
+@pytest.mark.parametrize("transport", ["mixed:tcp", "relayed:tcp"])
+def test_dump(transport: str) -> None:
+    """Words in the memory of the GPU and of the proxy tell for which rank kernels wait."""
+    with Crew(4) as crew:
+        crew.start("emulated:call", module(), "dump_cases:hangs", Case(16, 4, transport=transport, max_tokens=8), 2, None)
+        pids = crew.all_heard("pid")
+        said = when(f"{late_for(transport)}, which waits for none: it is in no step")
+        for rank, by in ((0, 2), (1, 0 if "relayed" in transport else 2), (3, 2)):
+            assert re.search(rf"^ +{rank}  \S+:{pids[rank]} +2  in dispatch_recv +rank {by}: ", said, re.MULTILINE), said
+        crew.tell(2)
+        crew.collect()
 
 
 def test_blame_of_a_rank_that_relays_for_nobody() -> None:

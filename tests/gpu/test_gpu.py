@@ -20,6 +20,7 @@ from cases import WIRES, Case, random_case
 from gpus import APART, AT_ONCE, ENDS, GPUS, fewest
 from harness import Crew, Crews, clean_environment, seed
 from memcheck_rank import SIZES
+from test_dump import when
 from test_failure import CLOSED, NOTICED, left_in_shm
 
 from pplx_comm.gpus import cuda_module
@@ -288,6 +289,21 @@ def test_ranks_that_share_a_gpu(sharing: Crews) -> None:
     begin = seed() * 100_000 + 20_000
     for number in range(10):
         sharing.run("gpu_cases:exchange", random_case(begin + number, 2, ("mapped",)))
+
+
+def test_counts_of_a_routing(crew: Crews) -> None:
+    for number in range(20):
+        crew.run("gpu_cases:counts_of_a_routing", seed() * 100 + number)
+
+
+def test_dump() -> None:
+    """Names the rank for which kernels wait, while they do."""
+    with Crew(2) as crew:
+        crew.start("gpu_cases:on_gpu", "dump_cases:hangs", Case(16, 2, transport="mapped", max_tokens=8), 1, None)
+        crew.all_heard("pid")
+        when("rank 0 waits for rank 1, which waits for none: it is in no step")
+        crew.tell(1)
+        crew.collect()
 
 
 def test_pci_address() -> None:

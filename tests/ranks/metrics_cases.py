@@ -83,6 +83,8 @@ def with_a_late_rank(me: Any, case: Case, late: int) -> int:
     """Takes steps until it hears that this is enough; one rank comes late to each."""
     turns = 0
     with open_all_to_all(me, case) as a2a:
+        if me.rank == 0:
+            me.say("job", me.comm.stats()["job"])
         runner = Runner(me, case, a2a)
         while me.comm.agree(not me.is_told()):
             if me.rank == late:

@@ -23,6 +23,7 @@ from outcomes import Failed, Starved, must
 from reference import Tokens, same_bits
 
 import pplx_comm as pc
+from pplx_comm import accounts
 
 
 @contextlib.contextmanager
@@ -505,35 +506,43 @@ def exchange(me: Any, case: Case) -> str:
 
 
 def a_late_rank(me: Any, case: Case, late: int) -> None:
-    """A rank comes late to a dispatch, then to a combine: the others have waited for it, and for no other as long. Where a busy machine
-    keeps one of them from its call for all that time, they try again, and it comes later."""
+    """A rank comes to a dispatch, then to a combine, when all others have waited for it alone for a while: they have waited for it longer than
+    for each other."""
+    seconds = 0.2
     with open_all_to_all(me, case) as a2a:
         runner = Runner(me, case, a2a)
         runner.run()
+
+        def they_wait(came: str, step: int) -> bool:
+            told = me.comm.control.ask(others, "account", 10.0)
+            ranks = accounts.jobs(told.values())[me.comm.control.job]
+            here = (of[came][other] == step for rank in ranks.values() for of in rank.all_to_alls for other in others)
+            return all(rank.waits_for == {late} for rank in ranks.values()) and len(ranks) == len(others) and all(here)
+
+        def come(half: str, step: int) -> None:
+            if me.rank == late:
+                until("all others wait for this rank", lambda: they_wait(half, step), 100)
+                time.sleep(seconds)
 
         def waited(half: str) -> list[float]:
             until("all steps are counted", lambda: a2a.stats()["steps"] == steps)
             return list(a2a.stats()[f"{half}_wait_seconds"])
 
-        steps = case.steps
+        steps, others = case.steps, [rank for rank in range(me.world_size) if rank != late]
         for half in ("dispatch", "combine"):
-            for seconds in (0.2, 0.4, 0.8, 1.6, 3.2):
-                before = waited(half)
-                me.comm.barrier()
-                if half == "dispatch" and me.rank == late:
-                    time.sleep(seconds)
-                d = runner.dispatch(0)
-                me.comm.barrier()
-                if half == "combine" and me.rank == late:
-                    time.sleep(seconds)
-                runner.combine(0, d)
-                steps += 1
-                more = [after - was for after, was in zip(waited(half), before, strict=True)]
-                others = [wait for rank, wait in enumerate(more) if rank != late]
-                if me.comm.agree(me.rank == late or more[late] > max(seconds / 2, 2 * max(others))):
-                    break
-            else:
-                raise Failed(f"{case}: waits of a {half} in which rank {late} came {seconds} s late: {more}")
+            before, number = waited(half), case.first_step + steps
+            me.comm.barrier()
+            if half == "dispatch":
+                come("dispatched", number)
+            d = runner.dispatch(0)
+            me.comm.barrier()
+            if half == "combine":
+                come("combined", number)
+            runner.combine(0, d)
+            steps += 1
+            more = [after - was for after, was in zip(waited(half), before, strict=True)]
+            if me.rank != late:
+                must(more[late] > seconds / 2 and more[late] == max(more), case, half, "waits", more)
 
 
 def as_without_replicas(me: Any, case: Case) -> None:

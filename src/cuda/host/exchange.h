@@ -16,6 +16,7 @@
 #include "../../host/halves.h"
 #include "../../host/notices.h"
 #include "../../host/peer_order.h"
+#include "../../host/standing.h"
 #include "../../host/step_book.h"
 #include "../../protocol/nodes.h"
 #include "buffer_layout.h"
@@ -132,6 +133,8 @@ class Exchange {
   const DeviceCounters* device_counters() const { return common_.counters; }
   // The counts of kernels so far, without a wait for any that runs. Where they count nothing: of the host's launches.
   Counters counters() const;
+  // Where it stands, from what its memory says: it waits for no kernel.
+  Standing standing() const;
   std::uint32_t large_tokens() const { return large_tokens_; }
   // A launch as the table has it, and the reason.
   struct Explained {

@@ -1,0 +1,108 @@
+"""python -m pplx_comm dump: what each rank of a job does, and what it waits for."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Iterable, Iterator
+
+from pplx_comm import accounts, desks
+from pplx_comm.accounts import Rank
+from pplx_comm.desks import Answer
+from pplx_comm.errors import Error
+
+HELP = "what each rank does and waits for, while a job hangs"
+DESCRIPTION = """\
+Asks the processes of this host that have a Communicator, your own ones and for root all, and by their connections the ranks on
+other hosts. They answer whatever they wait for, also where a call into C keeps Python from running. Says where the chain of waits
+ends.
+"""
+
+
+def ask_elsewhere(job: str, ranks: dict[int, Rank], found: Iterable[Answer]) -> None:
+    """Adds the ranks on other hosts, by the first process of the job that asks them."""
+    for one in found:
+        if not any(entry["facts"].get("job") == job for entry in one.value["entries"]):
+            continue
+        answer = desks.ask(one.desk, "job account")
+        if answer is not None and isinstance(answer.value, list):  # else its Python is held up, and it told of itself
+            ranks.update({rank: of for rank, of in accounts.jobs(answer.value).get(job, {}).items() if rank not in ranks})
+            return
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("pid", nargs="?", type=int, metavar="PID", help="one process of this host alone")
+    parser.add_argument("--job", help="the first letters of its name, as `top` and the log have it")
+    parser.add_argument("--stacks", action="store_true", help="all threads of all ranks, and the last steps")
+    parser.add_argument("--json", action="store_true", help="what the processes said, a line each")
+
+
+def main(given: argparse.Namespace) -> int:
+    try:
+        return _show(given)
+    except Error as problem:
+        raise SystemExit(f"dump: {problem}") from None
+
+
+def _show(given: argparse.Namespace) -> int:
+    found = desks.ask_all("account", given.pid)
+    if not found:
+        raise Error(
+            desks.NOBODY if given.pid is None else f"process {given.pid} does not tell this user anything, or is none of this host"
+        )
+    there = accounts.jobs(one.value for one in found)
+    of_jobs = {job: ranks for job, ranks in there.items() if job.startswith(given.job or "")}
+    if not of_jobs:
+        raise Error(f"no job {given.job or ''} has a process on this host; there are {', '.join(there) or 'none'}")
+    for job, ranks in of_jobs.items():
+        world_size = max(rank.world_size for rank in ranks.values())
+        if given.pid is None and len(ranks) < world_size:
+            ask_elsewhere(job, ranks, found)
+    if given.json:
+        said = {rank.where: rank.account for ranks in of_jobs.values() for rank in ranks.values()}
+        sys.stdout.writelines(json.dumps(account) + "\n" for account in said.values())
+        return 0
+    for job, ranks in of_jobs.items():
+        world_size = max(rank.world_size for rank in ranks.values())
+        if given.pid is None:
+            print(accounts.whole(ranks, world_size, job))
+        else:
+            print(
+                "\n".join(
+                    [
+                        f"job {job}, of {world_size} ranks",
+                        *(line for line in accounts.table(ranks, world_size) if _has(line, ranks)),
+                    ]
+                )
+            )
+        if given.stacks:
+            print("\n".join(line for rank in ranks.values() for line in details(rank)))
+        print()
+    return 0
+
+
+def _has(line: str, ranks: dict[int, Rank]) -> bool:
+    first = line.split()[0]
+    return first == "rank" or int(first) in ranks
+
+
+def details(rank: Rank) -> Iterator[str]:
+    """All that a rank says."""
+    yield f"\nrank {rank.number}, {rank.where}: {rank.account['process'].get('command', '')}"
+    for one in rank.all_to_alls:
+        if "problem" in one:
+            yield f"{one['what']}: {one['problem']}"
+            continue
+        yield f"{one['what']}, device={one['device']!r}, generation {one['generation']}, next step {one['next_step']}"
+        for name in ("dispatched", "combined"):
+            yield f"  last step that came, {name}: " + " ".join("-" if step is None else str(step) for step in one[name])
+        if one["last"]:
+            yield "  last steps: " + ", ".join(f"{step} {us / 1e3:.1f} ms" for step, us in one["last"])
+    for entry in rank.account["entries"]:
+        if "proxy" in entry["facts"] and entry["told"] is not None:
+            counts = ", ".join(f"{name} {value}" for name, value in entry["told"].items() if name != "stands_still")
+            state = "STANDS STILL" if entry["told"]["stands_still"] else "takes turns"
+            yield f"proxy over {entry['facts']['proxy']} ({', '.join(entry['facts']['nics'])}) {state}: {counts}"
+    yield "threads: " + ", ".join(f"{name} {state} {ms / 1e3:.1f} s" for name, state, ms in rank.account["threads"])
+    yield rank.account["stacks"].rstrip()

@@ -1,0 +1,248 @@
+"""`python -m pplx_comm dump`: which rank the others wait for, and what that rank does."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import textwrap
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cases import Case
+from harness import Crew, until
+
+from pplx_comm import accounts, desks, dump
+
+LATE = 2
+
+
+def shown(*arguments: str) -> str:
+    done = subprocess.run([sys.executable, "-m", "pplx_comm", "dump", *arguments], capture_output=True, text=True, timeout=100)
+    return done.stdout + done.stderr
+
+
+def when(pattern: str, *arguments: str) -> str:
+    """Returns what is shown, once it has the pattern."""
+    said = [""]
+
+    def has() -> bool:
+        said[0] = shown(*arguments)
+        return re.search(pattern, said[0]) is not None
+
+    try:
+        until(pattern, has, 60)
+    except AssertionError as late:
+        raise AssertionError(f"{late}: {said[0]}") from None
+    return said[0]
+
+
+def late_for(transport: str) -> str:
+    """With relays rank 1 waits for what rank 0 is to pass on."""
+    return f"ranks {'0' if 'relayed' in transport else '0, 1'} and 3 wait for rank {LATE}"
+
+
+@pytest.mark.parametrize("transport", ["mapped", "mixed:tcp", "relayed:tcp"])
+def test_a_late_rank(transport: str) -> None:
+    """It is named, with the function in which it stays; the others, their step and how long."""
+    with Crew(4) as crew:
+        crew.start("dump_cases:hangs", Case(16, 4, transport=transport, max_tokens=8), LATE, None)
+        pids = crew.all_heard("pid")
+        said = when(f"{late_for(transport)}, which waits for none: it is in no step")
+        assert re.search(r"; its main thread:\n(  File .*\n)*  File .*dump_cases.py\", line \d+ in dawdle\n", said), said
+        for rank in (0, 1, 3):
+            awaited = 0 if rank == 1 and "relayed" in transport else LATE
+            line = rf"^ +{rank}  \S+:{pids[rank]} +2  in dispatch_recv for .* s +rank {awaited}: "
+            assert re.search(line, said, re.MULTILINE), said
+        one = shown(str(pids[LATE]), "--stacks")
+        assert f":{pids[LATE]}" in one and "in no step" in one and f":{pids[0]}" not in one, one
+        assert "next step 2" in one and "last step that came, dispatched: " in one and "last steps: 1 " in one, one
+        assert ("proxy over tcp" in one and "takes turns" in one) == (transport != "mapped"), one
+        job = re.findall(r"job (\w+): 4 ranks", said)[0]
+        assert all(json.loads(line)["entries"] for line in shown("--json", "--job", job).splitlines())
+        assert "no job zzz" in shown("--job", "zzz")
+        found = desks.ask_all("account", pids[0])
+        ranks = accounts.jobs(one.value for one in found)[job]
+        dump.ask_elsewhere(job, ranks, found)  # as if the others were on other hosts
+        assert sorted(ranks) == [0, 1, 2, 3] and accounts.verdicts(ranks, 4)[0].startswith(late_for(transport))
+        crew.tell(LATE)
+        assert set(crew.collect()) == {job}
+        crew.leave()
+    assert not [one for one in desks.ask_all("account") if one.pid in pids]
+
+
+def test_python_is_held_up(tmp_path: Path) -> None:
+    """A rank's process answers while a call into C lets no Python run, and its control connection does not."""
+    fifo = str(tmp_path / "fifo")
+    os.mkfifo(fifo)
+    with Crew(4) as crew:
+        crew.start("dump_cases:hangs", Case(17, 4, max_tokens=8), LATE, fifo)
+        pids = crew.all_heard("pid")
+        said = when("wait for rank 2, which waits for none: it is in no step, no Python runs: a call into C keeps")
+        assert re.search(r"its main thread:\n  File .*dump_cases.py\", line \d+ in hold_python\n", said), said
+        found = desks.ask_all("account", pids[0])
+        ((job, ranks),) = accounts.jobs(one.value for one in found).items()
+        dump.ask_elsewhere(job, ranks, found)
+        assert sorted(ranks) == [0, 1, 3]
+        assert accounts.verdicts(ranks, 4) == [
+            "ranks 0, 1 and 3 wait for rank 2, which does not answer: it is stopped, dead or cut off"
+        ]
+        Path(fifo).write_text("x")
+        crew.collect()
+
+
+@pytest.mark.parametrize("stopped", [False, True])
+def test_a_timeout(stopped: bool) -> None:
+    """Every exception has what the blamed rank does; one rank logs the whole."""
+    with Crew(4) as crew:
+        crew.start("dump_cases:times_out", Case(18, 4, max_tokens=8), LATE, stopped)
+        crew.all_heard("pid")
+        if stopped:
+            crew.signal(LATE, signal.SIGSTOP)
+        for rank in (0, 1, 3):
+            crew.heard(rank, "told", 60)
+        if stopped:
+            crew.signal(LATE, signal.SIGCONT)
+        crew.tell(LATE)
+        for rank in (3, 1, 0):
+            crew.tell(rank)
+        told = crew.collect(ranks=[0, 1, 3])
+    for r in told:
+        assert r["is_timeout"] and r["peer"] == LATE, r
+    texts = [r["message"] for r in told if "Rank 2" in r["message"]]
+    assert texts, told  # a rank that hears of another's timeout first has its text
+    for text in texts:
+        assert ("Rank 2 does not say what it does" if stopped else "in dawdle") in text, text
+
+
+def run(program: str, **environment: str) -> subprocess.CompletedProcess[str]:
+    env = {**os.environ, **environment}
+    return subprocess.run([sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True, timeout=100, env=env)
+
+
+def test_a_signal() -> None:
+    """It prints what the process does, and what stood there before runs, too."""
+    done = run(
+        """
+        import io, os, signal, sys, threading
+        import pplx_comm
+
+        class Said(io.StringIO):
+            whole = threading.Event()
+
+            def flush(self):
+                self.whole.set()
+
+        heard = threading.Event()
+        signal.signal(signal.SIGUSR1, lambda *_: heard.set())
+        comms = [pplx_comm.Communicator.from_env() for _ in range(2)]
+        real, sys.stderr = sys.stderr, Said()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert heard.wait(50) and Said.whole.wait(50)
+        real.write(sys.stderr.getvalue())
+        """,
+        PPLX_COMM_DUMP_SIGNAL="USR1",
+    )
+    assert done.returncode == 0, done
+    assert done.stderr.count("pplx_comm dump:") == 1 and done.stderr.count("rank 0 of 1") == 2, done.stderr
+    assert re.search(r'File "<string>", line \d+ in <module>', done.stderr), done.stderr
+
+
+def test_a_signal_that_there_is_not() -> None:
+    done = run("import pplx_comm; pplx_comm.Communicator.from_env()", PPLX_COMM_DUMP_SIGNAL="USR3")
+    assert "PPLX_COMM_DUMP_SIGNAL='USR3' must be the name of a signal" in done.stderr, done.stderr
+
+
+def test_a_fork() -> None:
+    """A child does not keep the parent's desk, and opens its own."""
+    done = run(
+        """
+        import os
+        import pplx_comm
+        from pplx_comm import accounts, desks
+
+        def told():
+            return [one for one in desks.ask_all("account") if one.pid in (parent, os.getpid())]
+
+        parent = os.getpid()
+        comm = pplx_comm.Communicator.from_env()
+        (before,) = told()
+        if os.fork() == 0:
+            (same,) = told()
+            assert same.pid == parent
+            mine = pplx_comm.Communicator.from_env()
+            (own,) = [one for one in told() if one.pid == os.getpid()]
+            assert len(accounts.jobs([own.value])) == 1, own
+            os._exit(7)
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
+        comm.close()
+        (after,) = told()
+        assert accounts.jobs([before.value]) and not accounts.jobs([after.value])
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root becomes another user")
+def test_another_user() -> None:
+    """Hears nothing."""
+    done = run(
+        """
+        import os
+        import pplx_comm
+        from pplx_comm import desks
+        comm = pplx_comm.Communicator.from_env()
+        (mine,) = desks.ask_all("account", os.getpid())
+        if os.fork() == 0:
+            os.seteuid(65534)
+            os._exit(6 if desks.ask(mine.desk, "account") is None else 5)
+        assert os.waitstatus_to_exitcode(os.wait()[1]) == 6
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_nobody_is_there() -> None:
+    assert "dump: process 1 does not tell this user anything" in shown("1")
+
+
+def of(number: int, waits: dict[int, set[int]]) -> accounts.Rank:
+    account: dict[str, Any] = {
+        "host": "h",
+        "pid": number,
+        "process": {},
+        "python_held": False,
+        "entries": [],
+        "threads": [],
+        "stacks": "",
+    }
+    steps = [accounts.Step(1, "dispatch_recv", True, 10, sorted(peers), "the block") for peers in [waits.get(number)] if peers]
+    return accounts.Rank(number, len(waits), account, steps)
+
+
+@pytest.mark.parametrize(
+    ("waits", "wanted"),
+    [
+        ({0: set(), 1: set()}, "no rank waits for another one"),
+        ({0: {1}, 1: {2}, 2: set()}, "rank 1 waits for rank 2, which waits for none: it is in no step"),
+        ({0: {1}, 1: {0, 2}, 2: set()}, "rank 1 waits for rank 2, "),
+        (
+            {0: {3}, 1: {0}, 2: {1}, 3: {1}},
+            "ranks 0 -> 3 -> 1 -> 0 wait for each other: rank 0 is in dispatch_recv of step 1; rank 3 is ",
+        ),
+    ],
+)
+def test_where_the_chain_ends(waits: dict[int, set[int]], wanted: str) -> None:
+    said = accounts.verdicts({number: of(number, waits) for number in waits}, len(waits))
+    assert said[0].startswith(wanted), said
+
+
+def test_ranks_that_do_not_answer() -> None:
+    ranks = {number: of(number, {0: {2}, 1: {2}, 2: set(), 3: set()}) for number in (0, 1)}
+    assert accounts.verdicts(ranks, 4) == ["ranks 0 and 1 wait for rank 2, which does not answer: it is stopped, dead or cut off"]
+    assert accounts.verdicts({}, 2) == ["ranks 0 and 1 do not answer"]
+    assert [line.strip() for line in accounts.table(ranks, 4)[-2:]] == ["2  does not answer", "3  does not answer"]
