@@ -153,6 +153,16 @@ def _noting(lane: Lane, half: str, costs: torch.Tensor) -> Callable[[], None]:
     return note
 
 
+def _after(d: Dispatched, packed: torch.Tensor | None, stats: torch.Tensor | None, noted: Callable[[], None] | None) -> None:
+    """Ends a dispatch of low latency mode, behind its receive half."""
+    if stats is not None:
+        stats.add_(d.counts)
+    if noted is not None:
+        noted()
+    if packed is not None and d.scale is not None:
+        _pack(d.scale, packed)
+
+
 class LowLatencyHandle(Handle):
     given: torch.Tensor | None = None
     """See get_next_low_latency_combine_buffer."""
@@ -168,23 +178,15 @@ class LowLatencyHandle(Handle):
         noted = None if waits is None else _noting(lane, "dispatch", waits)
         step = self.dispatch(lane, x, send_only=hook)
         d = step.rows()
-        scale = d.scale
-        if packs or stats is not None or noted is not None:
-            packed = scale = _packed_like(scale) if packs and scale is not None else scale
-
-            def then() -> None:
-                if stats is not None:
-                    stats.add_(d.counts)
-                if noted is not None:
-                    noted()
-                if packs and d.scale is not None and packed is not None:
-                    _pack(d.scale, packed)
-
-            if hook:
-                step.then = then
-            else:
-                then()
-        return d.x, scale, d.counts, step
+        if not packs and stats is None and noted is None:
+            return d.x, d.scale, d.counts, step
+        packed = _packed_like(d.scale) if packs and d.scale is not None else None
+        then = functools.partial(_after, d, packed, stats, noted)
+        if hook:
+            step.then = then
+        else:
+            then()
+        return d.x, d.scale if packed is None else packed, d.counts, step
 
     def combine(
         self, lane: Lane, x: torch.Tensor, hook: bool, weights: torch.Tensor, out: torch.Tensor | None, waits: torch.Tensor | None
@@ -387,7 +389,8 @@ class Buffer:
             raise Error("low_latency_dispatch: use_ue8m0=True needs use_fp8=True and round_scale=True")
         if use_ue8m0 and x.shape[1] % PACKED:
             raise Error(f"low_latency_dispatch: use_ue8m0=True needs a hidden size that is a multiple of {PACKED}")
-        _one_of_both("low_latency_dispatch", async_finish, return_recv_hook)
+        if async_finish and return_recv_hook:
+            raise _one_of_both("low_latency_dispatch")
         shape = num_max_dispatch_tokens_per_rank, x.shape[1], num_experts
         lane = self._low_latency(shape, topk_idx.shape[1], x, 1 + round_scale if use_fp8 else 0)
         handle = LowLatencyHandle(topk_idx, self.group_size, shape)
@@ -396,8 +399,11 @@ class Buffer:
             call = functools.partial(handle.receive, lane, x, False, stats, waits, use_ue8m0)
             (rows, scale, counts, _), event = self._run(call, None, True, x, topk_idx, stats, waits)
             return (rows, scale) if use_fp8 else rows, counts, handle, event, None
-        rows, scale, counts, step = handle.receive(lane, x, return_recv_hook, stats, waits, use_ue8m0)
-        return (rows, scale) if use_fp8 else rows, counts, handle, NO_EVENT, step.receive if return_recv_hook else None
+        if return_recv_hook or use_ue8m0 or stats is not None or waits is not None:
+            rows, scale, counts, step = handle.receive(lane, x, return_recv_hook, stats, waits, use_ue8m0)
+            return (rows, scale) if use_fp8 else rows, counts, handle, NO_EVENT, step.receive if return_recv_hook else None
+        d = handle.dispatch(lane, x).rows()
+        return (d.x, d.scale) if use_fp8 else d.x, d.counts, handle, NO_EVENT, None
 
     @quick
     def low_latency_combine(
@@ -420,7 +426,8 @@ class Buffer:
             raise refuse("low_latency_combine", "use_logfmt=True", "leave it out: rows return in their own dtype, one per rank")
         if overlap:
             raise refuse("low_latency_combine", "overlap=True", "leave it out, in SGLang --enable-single-batch-overlap")
-        _one_of_both("low_latency_combine", async_finish, return_recv_hook)
+        if async_finish and return_recv_hook:
+            raise _one_of_both("low_latency_combine")
         if zero_copy:
             if handle.given is None:
                 raise Error("low_latency_combine: zero_copy=True needs rows in get_next_low_latency_combine_buffer(handle)")
@@ -670,9 +677,8 @@ class Buffer:
         return [sum(numbers) for numbers in zip(*(one["counts"][mine] for one in given if one is not None), strict=True)]
 
 
-def _one_of_both(call: str, async_finish: bool, return_recv_hook: bool) -> None:
-    if async_finish and return_recv_hook:
-        raise Error(f"{call}: give async_finish=True or return_recv_hook=True, not both")
+def _one_of_both(call: str) -> Error:
+    return Error(f"{call}: give async_finish=True or return_recv_hook=True, not both")
 
 
 def _rows_of(handle: Handle) -> torch.Tensor | None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+import pplx_comm._core as _core
 from pplx_comm._version import __version__
 from pplx_comm.all_to_all import AllToAll
 from pplx_comm.communicator import Communicator
@@ -33,24 +34,18 @@ def refuse(call: str, argument: str, instead: str) -> Error:
     return Error(f"{call}: pplx_comm does not support {argument}: {instead}")
 
 
-def _plain(tensor: torch.Tensor) -> torch.Tensor:
-    """Without its gradient: callers of these packages write their own backward pass."""
-    return tensor.detach() if tensor.requires_grad else tensor
-
-
 class Step:
     """A dispatch, until its combine is received.
 
     then: runs once, behind the receive half that comes next.
     """
 
-    __slots__ = ("_combining", "d", "lane", "then")
+    then: Callable[[], None] | None = None
+    _combining: Combining | None = None
 
     def __init__(self, lane: Lane, d: Dispatched) -> None:
         self.lane = lane
         self.d: Dispatched | None = d
-        self.then: Callable[[], None] | None = None
-        self._combining: Combining | None = None
 
     @property
     def combinable(self) -> bool:
@@ -68,14 +63,24 @@ class Step:
             self.lane.a2a.dispatch_recv(self.d)
         self._go_on()
 
-    def combine(self, expert_out: torch.Tensor, *, send_only: bool = False, **arguments: Any) -> torch.Tensor:
+    def combine(
+        self,
+        expert_out: torch.Tensor,
+        *,
+        send_only: bool = False,
+        weights: torch.Tensor | None = None,
+        weighted: bool = True,
+        out: torch.Tensor | None = None,
+        accumulate: bool = False,
+    ) -> torch.Tensor:
         """send_only: finish() is the receive half; `out` must be given."""
+        returned = expert_out, self.rows(), weights, weighted, None, out, accumulate
+        made: Any = self.lane.a2a._steps.combine(_core.SEND if send_only else _core.BOTH, returned)
         if send_only:
-            self._combining = self.lane.a2a.combine_send(_plain(expert_out), self.rows(), **arguments)
-            return self._combining.out
-        y = self.lane.a2a.combine(_plain(expert_out), self.rows(), **arguments)
+            self._combining, y = made, made.out
+        else:
+            self.d, y = None, made
         assert isinstance(y, torch.Tensor)
-        self.d = None
         return y
 
     def finish(self) -> None:
@@ -101,7 +106,7 @@ class Step:
 
 
 class Lane:
-    """An AllToAll and its latest steps."""
+    """An AllToAll and its latest steps. Its calls know no gradients: users of these packages write their own backward pass."""
 
     def __init__(self, a2a: AllToAll) -> None:
         self.a2a = a2a
@@ -124,24 +129,25 @@ class Lane:
         """A step takes the memory of the one `IN_FLIGHT` before it, which ends first: on all ranks alike, since they make the same
         calls."""
         self._make_room()
-        send = self.a2a.dispatch_send if send_only else self.a2a.dispatch
-        return self._opened(send(_plain(x), ids, None if weights is None else _plain(weights), x_scale=x_scale))
+        halves, sent = _core.SEND if send_only else _core.BOTH, (x, ids, weights, x_scale, None)
+        step = Step(self, self.a2a._steps.dispatch(halves, sent))
+        self.steps.append(step)
+        return step
 
     def open_for_combine(self, ids: torch.Tensor) -> Step:
         """A step without rows."""
         self._make_room()
-        return self._opened(self.a2a.open_for_combine(ids))
+        step = Step(self, self.a2a.open_for_combine(ids))
+        self.steps.append(step)
+        return step
 
     def _make_room(self) -> None:
         if self._gpu and torch.cuda.is_current_stream_capturing():
             self.captured = True
         if len(self.steps) == IN_FLIGHT:
-            self.steps.popleft().end()
-
-    def _opened(self, d: Dispatched) -> Step:
-        step = Step(self, d)
-        self.steps.append(step)
-        return step
+            oldest = self.steps.popleft()
+            if oldest.d is not None:  # as a rule it was combined
+                oldest.end()
 
     def set_num_sms(self, num_sms: int) -> None:
         if num_sms != self.num_sms:
@@ -163,14 +169,17 @@ class Pool:
         self.settings = read(Compat)
         self.comm = communicator(self.settings.node_size)
         self._lanes: OrderedDict[Hashable, Lane] = OrderedDict()
-        self._latest: Lane | None = None
+        self._latest: tuple[Hashable, Lane | None] = None, None
 
     def known(self, key: Hashable) -> Lane | None:
         """The AllToAll of that key."""
+        latest, lane = self._latest
+        if key == latest:
+            return lane
         lane = self._lanes.get(key)
-        if lane is not None and lane is not self._latest:
+        if lane is not None:
             self._lanes.move_to_end(key)
-            self._latest = lane
+            self._latest = key, lane
         return lane
 
     def open(self, key: Hashable, arguments: dict[str, Any]) -> Lane:
@@ -184,8 +193,9 @@ class Pool:
             self._lanes.pop(old).close()
         settings = self.settings
         a2a = AllToAll(self.comm, in_flight=IN_FLIGHT, transport=settings.transport, timeout=settings.timeout, **arguments)
-        self._latest = self._lanes[key] = Lane(a2a)
-        return self._latest
+        lane = self._lanes[key] = Lane(a2a)
+        self._latest = key, lane
+        return lane
 
     def most(self, call: str, tokens: int) -> int:
         """Returns the most tokens of any rank. Collective."""
@@ -209,6 +219,7 @@ class Pool:
         for lane in self._lanes.values():
             lane.a2a.close()
         self._lanes.clear()
+        self._latest = None, None
         self.comm.close()
 
 

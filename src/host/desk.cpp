@@ -11,6 +11,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cerrno>
+#include <chrono>
 #include <cstddef>
 #include <cstring>
 #include <filesystem>
@@ -148,11 +149,15 @@ void Desk::on_signal(int number, siginfo_t* info, void* context) {
 void Desk::serve() {
   pollfd fds[] = {{listener_, POLLIN, 0}, {event_, POLLIN, 0}};
   while (poll(fds, 2, -1) >= 0 || errno == EINTR) {
-    if ((fds[0].revents & POLLIN) != 0)
-      if (const int guest = accept4(fds[0].fd, nullptr, nullptr, SOCK_CLOEXEC); guest >= 0) {
-        if (may_ask(guest)) answer(guest);
-        close(guest);
+    if ((fds[0].revents & POLLIN) != 0) {
+      const int guest = accept4(fds[0].fd, nullptr, nullptr, SOCK_CLOEXEC);
+      if (guest < 0) {   // no descriptor is left: not again at once
+        std::this_thread::sleep_for(std::chrono::milliseconds(100));
+        continue;
       }
+      if (may_ask(guest)) answer(guest);
+      close(guest);
+    }
     eventfd_t count = 0;
     if ((fds[1].revents & POLLIN) != 0 && eventfd_read(fds[1].fd, &count) == 0) answer_("print");
   }
