@@ -713,7 +713,7 @@ def libfabric_status(wheels: collections.abc.Sequence[str] = []) -> dict:
     """
 def open_desk(process: str, asked: collections.abc.Callable) -> bool:
     """
-    Once for a process. asked: gets a request, and returns what the guest is to read; 'account' is answered without it. False: there is no socket.
+    Once for a process. asked: gets a request, and returns what the guest is to read; 'facts' and 'account' need it not. False: there is no socket.
     """
 def output_layout(config: Config) -> OutputLayout:
     """

@@ -185,6 +185,11 @@ class AllToAll:
         halves, sent = _core.SEND if async_op else _core.BOTH, (x, topk_ids, topk_weights, x_scale, plan)
         return self._steps.dispatch(halves, sent) if expert_groups is None else self._in_groups(halves, sent, expert_groups)
 
+    @property
+    def calls(self) -> Steps:
+        """The calls that take steps, without gradients: for the library's own use."""
+        return self._steps
+
     def _in_groups(self, halves: int, sent: Sent, groups: int) -> Dispatched:
         self._steps.device.checks.expert_groups(groups)
         d = self._steps.dispatch(halves, sent)

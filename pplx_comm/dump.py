@@ -23,7 +23,7 @@ ends.
 def ask_elsewhere(job: str, ranks: dict[int, Rank], found: Iterable[Answer]) -> None:
     """Adds the ranks on other hosts, by the first process of the job that asks them."""
     for one in found:
-        if not any(entry["facts"].get("job") == job for entry in one.value["entries"]):
+        if job not in desks.jobs_of(one.value):
             continue
         answer = desks.ask(one.desk, "job account")
         if answer is not None and isinstance(answer.value, list):  # else its Python is held up, and it told of itself
@@ -46,15 +46,14 @@ def main(given: argparse.Namespace) -> int:
 
 
 def _show(given: argparse.Namespace) -> int:
-    found = desks.ask_all("account", given.pid)
+    found = desks.ask_all("account", given.pid, given.job)
+    if not found and given.job is not None:
+        there = sorted({job for one in desks.ask_all("facts") for job in desks.jobs_of(one.value)})
+        raise Error(f"no job {given.job} has a process on this host; there are {', '.join(there) or 'none'}")
     if not found:
-        raise Error(
-            desks.NOBODY if given.pid is None else f"process {given.pid} does not tell this user anything, or is none of this host"
-        )
-    there = accounts.jobs(one.value for one in found)
-    of_jobs = {job: ranks for job, ranks in there.items() if job.startswith(given.job or "")}
-    if not of_jobs:
-        raise Error(f"no job {given.job or ''} has a process on this host; there are {', '.join(there) or 'none'}")
+        asked = "no process of this host tells" if given.pid is None else f"process {given.pid} does not tell"
+        raise Error(f"{asked} this user anything: a job's processes do while they have a Communicator")
+    of_jobs = {job: ranks for job, ranks in accounts.jobs(one.value for one in found).items() if job.startswith(given.job or "")}
     for job, ranks in of_jobs.items():
         world_size = max(rank.world_size for rank in ranks.values())
         if given.pid is None and len(ranks) < world_size:

@@ -123,7 +123,7 @@ def read_folder(folder: Path) -> Jobs:
     return jobs
 
 
-def read_processes() -> Jobs:
+def read_processes(job: str | None) -> Jobs:
     """Those of this host, then by one of each job what others it reaches."""
     jobs: Jobs = {}
 
@@ -134,9 +134,9 @@ def read_processes() -> Jobs:
             jobs.setdefault(reading.job, {}).setdefault(reading.rank, reading)
         return all(max(of.world_size for of in ranks.values()) == len(ranks) for ranks in jobs.values())
 
-    found = desks.ask_all("stats")
+    found = desks.ask_all("stats", job=job)
     if not found:
-        raise Error(desks.NOBODY)
+        raise Error(f"no process of {'this host' if job is None else f'job {job} on this host'} tells this user anything")
     if not all([add(one.value) for one in found]):
         any(add(answer.value) for one in found if (answer := desks.ask(one.desk, "job stats")) is not None)
     return jobs
@@ -266,7 +266,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def main(given: argparse.Namespace) -> int:
     folder = given.folder or read(Watching).folder
-    source = Source(read_processes, BETWEEN, "on this host")
+    source = Source(lambda: read_processes(given.job), BETWEEN, "on this host")
     if folder is not None:
         source = Source(lambda: read_folder(Path(folder)), 0.1, f"in {folder}")
     try:

@@ -75,7 +75,7 @@ class Step:
     ) -> torch.Tensor:
         """send_only: finish() is the receive half; `out` must be given."""
         returned = expert_out, self.rows(), weights, weighted, None, out, accumulate
-        made: Any = self.lane.a2a._steps.combine(_core.SEND if send_only else _core.BOTH, returned)
+        made: Any = self.lane.a2a.calls.combine(_core.SEND if send_only else _core.BOTH, returned)
         if send_only:
             self._combining, y = made, made.out
         else:
@@ -130,7 +130,7 @@ class Lane:
         calls."""
         self._make_room()
         halves, sent = _core.SEND if send_only else _core.BOTH, (x, ids, weights, x_scale, None)
-        step = Step(self, self.a2a._steps.dispatch(halves, sent))
+        step = Step(self, self.a2a.calls.dispatch(halves, sent))
         self.steps.append(step)
         return step
 

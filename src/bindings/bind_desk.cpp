@@ -80,6 +80,7 @@ std::string account() {
 }
 
 std::string answer(const py::function* of_python, const std::string& request) {
+  if (request == "facts") return Desk::of_process().facts();
   if (request == "account") return account();
   std::string text = with_lock([of_python, request] { return std::string(py::str((*of_python)(request))); }, kJobTimeout);
   if (!text.empty()) return text;
@@ -120,7 +121,7 @@ void bind_desk(py::module_& m) {
         return Desk::of_process().open(std::move(process), by_python);
       },
       py::arg("process"), py::arg("asked"),
-      "Once for a process. asked: gets a request, and returns what the guest is to read; 'account' is answered without it. False: there is "
+      "Once for a process. asked: gets a request, and returns what the guest is to read; 'facts' and 'account' need it not. False: there is "
       "no socket.");
   m.def("leave_python_alone", [] { without_python = true; }, "At the end of the interpreter.");
   m.def("dump_on", [](int signal) { Desk::of_process().listen_to(signal); }, py::arg("signal"));

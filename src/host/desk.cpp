@@ -189,6 +189,12 @@ void Desk::remove(std::uint64_t number) {
   entries_.erase(number);
 }
 
+std::string Desk::facts() const {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const auto entry = [](const auto& numbered) { return "{\"facts\":" + numbered.second.facts + "}"; };
+  return "{\"pid\":" + std::to_string(getpid()) + ",\"entries\":" + telling::list(entries_, entry) + "}";
+}
+
 std::string Desk::account(const std::string& stacks, bool held) const {
   std::vector<Entry> entries;
   std::string process;

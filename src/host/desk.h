@@ -31,6 +31,8 @@ class Desk {
   std::uint64_t add(std::string facts, std::shared_ptr<const Teller> teller);
   void remove(std::uint64_t number);
 
+  // Returns the facts alone, in JSON: a look that disturbs nothing.
+  std::string facts() const;
   // Returns all of it in JSON, and the process's threads. `stacks`: of Python's, as text. `held`: something else has Python's lock.
   std::string account(const std::string& stacks, bool held) const;
 

@@ -230,7 +230,7 @@ def test_a_rank_that_does_not_come_for_its_pieces(phase: str, transport: str) ->
         }
         assert r["type"] == "StepTimeout" and r["peer"] == 0 and r["phase"] in asked, r
         found = re.search(asked[r["phase"]], r["message"])
-        assert found and r["expected"] == found[1], r
+        assert found and r["expected"] == found[1], (r["message"], r)
 
 
 @pytest.mark.parametrize("half", ["dispatch", "combine"])

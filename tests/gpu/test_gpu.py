@@ -20,7 +20,7 @@ from cases import WIRES, Case, random_case
 from gpus import APART, AT_ONCE, ENDS, GPUS, fewest
 from harness import Crew, Crews, clean_environment, seed
 from memcheck_rank import SIZES
-from test_dump import when
+from test_dump import started, when
 from test_failure import CLOSED, NOTICED, left_in_shm
 
 from pplx_comm.gpus import cuda_module
@@ -300,8 +300,8 @@ def test_dump() -> None:
     """Names the rank for which kernels wait, while they do."""
     with Crew(2) as crew:
         crew.start("gpu_cases:on_gpu", "dump_cases:hangs", Case(16, 2, transport="mapped", max_tokens=8), 1, None)
-        crew.all_heard("pid")
-        when("rank 0 waits for rank 1, which waits for none: it is in no step")
+        _, job = started(crew)
+        when("rank 0 waits for rank 1, which waits for none: it is in no step", "--job", job)
         crew.tell(1)
         crew.collect()
 

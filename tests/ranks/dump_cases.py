@@ -34,16 +34,14 @@ def step(a2a: Any, case: Case) -> None:
     a2a.check()
 
 
-def hangs(me: Any, case: Case, late: int, fifo: str | None) -> str:
-    """After a step one rank is late to the next. Returns the job's name."""
+def hangs(me: Any, case: Case, late: int, fifo: str | None) -> None:
+    """After a step one rank is late to the next."""
     with rank_cases.open_all_to_all(me, case) as a2a:
         step(a2a, case)
-        me.say("pid", os.getpid())
+        me.say("pid", (os.getpid(), me.comm.control.job))
         if me.rank == late:
             dawdle(me) if fifo is None else hold_python(fifo)
         step(a2a, case)
-        job: str = me.comm.stats()["job"]
-    return job
 
 
 def times_out(me: Any, case: Case, late: int, stopped: bool) -> dict[str, Any]:
@@ -54,7 +52,7 @@ def times_out(me: Any, case: Case, late: int, stopped: bool) -> dict[str, Any]:
     logging.getLogger("pplx_comm").addHandler(handler)
     with rank_cases.open_all_to_all(me, case, timeout=1.0) as a2a:
         step(a2a, case)
-        me.say("pid", os.getpid())
+        me.say("pid", (os.getpid(), me.comm.control.job))
         if me.rank == late:
             dawdle(me)
             return {}

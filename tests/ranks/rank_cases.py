@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import hashlib
+import itertools
 import os
 import random
 import threading
@@ -506,9 +507,8 @@ def exchange(me: Any, case: Case) -> str:
 
 
 def a_late_rank(me: Any, case: Case, late: int) -> None:
-    """A rank comes to a dispatch, then to a combine, when all others have waited for it alone for a while: they have waited for it longer than
-    for each other."""
-    seconds = 0.2
+    """A rank comes to a dispatch, then to a combine, when all others have waited for it alone for a while: they have waited for it longer
+    than for each other. A busy machine may keep the warp that counts from its turn for that while; then it comes later."""
     with open_all_to_all(me, case) as a2a:
         runner = Runner(me, case, a2a)
         runner.run()
@@ -519,7 +519,7 @@ def a_late_rank(me: Any, case: Case, late: int) -> None:
             here = (of[came][other] == step for rank in ranks.values() for of in rank.all_to_alls for other in others)
             return all(rank.waits_for == {late} for rank in ranks.values()) and len(ranks) == len(others) and all(here)
 
-        def come(half: str, step: int) -> None:
+        def come(half: str, step: int, seconds: float) -> None:
             if me.rank == late:
                 until("all others wait for this rank", lambda: they_wait(half, step), 100)
                 time.sleep(seconds)
@@ -528,21 +528,26 @@ def a_late_rank(me: Any, case: Case, late: int) -> None:
             until("all steps are counted", lambda: a2a.stats()["steps"] == steps)
             return list(a2a.stats()[f"{half}_wait_seconds"])
 
+        done: set[str] = set()
         steps, others = case.steps, [rank for rank in range(me.world_size) if rank != late]
-        for half in ("dispatch", "combine"):
+        for half, seconds in itertools.product(("dispatch", "combine"), (0.2, 0.8, 3.2)):
+            if half in done:
+                continue
             before, number = waited(half), case.first_step + steps
             me.comm.barrier()
             if half == "dispatch":
-                come("dispatched", number)
+                come("dispatched", number, seconds)
             d = runner.dispatch(0)
             me.comm.barrier()
             if half == "combine":
-                come("combined", number)
+                come("combined", number, seconds)
             runner.combine(0, d)
             steps += 1
             more = [after - was for after, was in zip(waited(half), before, strict=True)]
-            if me.rank != late:
-                must(more[late] > seconds / 2 and more[late] == max(more), case, half, "waits", more)
+            if me.comm.agree(me.rank == late or (more[late] > seconds / 2 and more[late] == max(more))):
+                done.add(half)
+            elif seconds == 3.2:
+                raise Failed(f"{case}: waits of a {half} in which rank {late} came {seconds} s late: {more}")
 
 
 def as_without_replicas(me: Any, case: Case) -> None:

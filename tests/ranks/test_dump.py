@@ -21,6 +21,18 @@ from pplx_comm import accounts, desks, dump
 LATE = 2
 
 
+def started(crew: Crew) -> tuple[list[int], str]:
+    """The processes, and the job: others may run beside it."""
+    told = crew.all_heard("pid")
+    return [pid for pid, _ in told], told[0][1]
+
+
+def rows(pids: list[int], waits: dict[int, int], since: str) -> str:
+    """A pattern of lines of ranks that wait in the dispatch of step 2, each for one other."""
+    lines = [rf"^ +{rank}  \S+:{pids[rank]} +2  in dispatch_recv{since} +rank {by}: .*" for rank, by in waits.items()]
+    return "(?ms)" + "".join(lines)
+
+
 def shown(*arguments: str) -> str:
     done = subprocess.run([sys.executable, "-m", "pplx_comm", "dump", *arguments], capture_output=True, text=True, timeout=100)
     return done.stdout + done.stderr
@@ -41,8 +53,12 @@ def when(pattern: str, *arguments: str) -> str:
     return said[0]
 
 
-def late_for(transport: str) -> str:
+def awaited(transport: str) -> dict[int, int]:
     """With relays rank 1 waits for what rank 0 is to pass on."""
+    return {0: LATE, 1: 0 if "relayed" in transport else LATE, 3: LATE}
+
+
+def late_for(transport: str) -> str:
     return f"ranks {'0' if 'relayed' in transport else '0, 1'} and 3 wait for rank {LATE}"
 
 
@@ -51,18 +67,14 @@ def test_a_late_rank(transport: str) -> None:
     """It is named, with the function in which it stays; the others, their step and how long."""
     with Crew(4) as crew:
         crew.start("dump_cases:hangs", Case(16, 4, transport=transport, max_tokens=8), LATE, None)
-        pids = crew.all_heard("pid")
-        said = when(f"{late_for(transport)}, which waits for none: it is in no step")
+        pids, job = started(crew)
+        said = when(rows(pids, awaited(transport), " for [0-9.]+ m?s"), "--job", job)
+        assert f"job {job}: 4 ranks" in said and f"{late_for(transport)}, which waits for none: it is in no step" in said, said
         assert re.search(r"; its main thread:\n(  File .*\n)*  File .*dump_cases.py\", line \d+ in dawdle\n", said), said
-        for rank in (0, 1, 3):
-            awaited = 0 if rank == 1 and "relayed" in transport else LATE
-            line = rf"^ +{rank}  \S+:{pids[rank]} +2  in dispatch_recv for .* s +rank {awaited}: "
-            assert re.search(line, said, re.MULTILINE), said
         one = shown(str(pids[LATE]), "--stacks")
         assert f":{pids[LATE]}" in one and "in no step" in one and f":{pids[0]}" not in one, one
         assert "next step 2" in one and "last step that came, dispatched: " in one and "last steps: 1 " in one, one
         assert ("proxy over tcp" in one and "takes turns" in one) == (transport != "mapped"), one
-        job = re.findall(r"job (\w+): 4 ranks", said)[0]
         assert all(json.loads(line)["entries"] for line in shown("--json", "--job", job).splitlines())
         assert "no job zzz" in shown("--job", "zzz")
         found = desks.ask_all("account", pids[0])
@@ -70,9 +82,9 @@ def test_a_late_rank(transport: str) -> None:
         dump.ask_elsewhere(job, ranks, found)  # as if the others were on other hosts
         assert sorted(ranks) == [0, 1, 2, 3] and accounts.verdicts(ranks, 4)[0].startswith(late_for(transport))
         crew.tell(LATE)
-        assert set(crew.collect()) == {job}
+        crew.collect()
         crew.leave()
-    assert not [one for one in desks.ask_all("account") if one.pid in pids]
+    assert not [one for one in desks.ask_all("facts") if one.pid in pids]
 
 
 def test_python_is_held_up(tmp_path: Path) -> None:
@@ -81,11 +93,13 @@ def test_python_is_held_up(tmp_path: Path) -> None:
     os.mkfifo(fifo)
     with Crew(4) as crew:
         crew.start("dump_cases:hangs", Case(17, 4, max_tokens=8), LATE, fifo)
-        pids = crew.all_heard("pid")
-        said = when("wait for rank 2, which waits for none: it is in no step, no Python runs: a call into C keeps")
+        pids, job = started(crew)
+        said = when(
+            "ranks 0, 1 and 3 wait for rank 2, which waits for none: it is in no step, no Python runs: a call into C", "--job", job
+        )
         assert re.search(r"its main thread:\n  File .*dump_cases.py\", line \d+ in hold_python\n", said), said
         found = desks.ask_all("account", pids[0])
-        ((job, ranks),) = accounts.jobs(one.value for one in found).items()
+        ranks = accounts.jobs(one.value for one in found)[job]
         dump.ask_elsewhere(job, ranks, found)
         assert sorted(ranks) == [0, 1, 3]
         assert accounts.verdicts(ranks, 4) == [
@@ -163,10 +177,10 @@ def test_a_fork() -> None:
         """
         import os
         import pplx_comm
-        from pplx_comm import accounts, desks
+        from pplx_comm import desks
 
         def told():
-            return [one for one in desks.ask_all("account") if one.pid in (parent, os.getpid())]
+            return [one for one in desks.ask_all("facts") if one.pid in (parent, os.getpid())]
 
         parent = os.getpid()
         comm = pplx_comm.Communicator.from_env()
@@ -176,12 +190,12 @@ def test_a_fork() -> None:
             assert same.pid == parent
             mine = pplx_comm.Communicator.from_env()
             (own,) = [one for one in told() if one.pid == os.getpid()]
-            assert len(accounts.jobs([own.value])) == 1, own
+            assert len(desks.jobs_of(own.value)) == 1, own
             os._exit(7)
         assert os.waitstatus_to_exitcode(os.wait()[1]) == 7
         comm.close()
         (after,) = told()
-        assert accounts.jobs([before.value]) and not accounts.jobs([after.value])
+        assert desks.jobs_of(before.value) and not desks.jobs_of(after.value)
         """
     )
     assert done.returncode == 0, done.stderr

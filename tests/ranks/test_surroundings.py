@@ -147,7 +147,7 @@ def test_a_stranger_at_a_start() -> None:
         assert [stranger.wait(60) for stranger in calls] == [0, 0], "they heard something, or no rank hung up"
         crew.start(CASES + "hold_shared_memory")
         crew.all_heard("shared")
-        assert listening(crew.pids[0]) == []
+        assert all(name.startswith("pplx_comm-dump.") for name in listening(crew.pids[0]))
         for rank in range(2):
             crew.tell(rank)
         crew.collect()

@@ -28,13 +28,14 @@ CASES: dict[str, dict[str, Any]] = {
     "unweighted": {"kind": "unweighted", "dtype": "bf16", "tokens": [[5, 9]], "extend": [False]},
     "refusals": {"kind": "refusals", "dtype": "bf16", "tokens": [[5, 9], [3, 0]], "extend": [False, True]},
     "packed": {"kind": "cast"},
+    "counted": {"kind": "counted"},
 }
 # SGLang's own dispatchers, for DeepEP and pplx_kernels.
 THEIRS = {name: CASES[name] for name in ("bf16", "fp8", "two batches, low latency", "two batches, normal")} | {
     "fp8 with packed scales": CASES["fp8 with packed scales"] | {"extend": [False] * 4},
     "pplx": CASES["bf16"] | {"dispatcher": "pplx", "extend": [False] * 4},
 }
-COMPARED = [name for name in CASES if name not in ("unweighted", "refusals", "packed")]
+COMPARED = [name for name in CASES if name not in ("unweighted", "refusals", "packed", "counted")]
 
 
 @pytest.fixture(scope="module")
@@ -47,7 +48,7 @@ def processes(tmp_path_factory: pytest.TempPathFactory, metadata: Path) -> Itera
     with engines(folder, metadata, folder, SGLANG_PYTHON) as sglang:
         yield [
             sglang.start([str(HERE / "sglang_registering.py")]),
-            *sglang.job(2, [ranks, json.dumps(cases)]),
+            *sglang.job(2, [ranks, json.dumps(cases)], PPLX_COMM_METRICS=str(folder), PPLX_COMM_METRICS_SECONDS="1"),
             *sglang.job(2, [ranks, json.dumps(theirs), "deepep"], PYTHONPATH=shadowed("deep_ep", "pplx_kernels")),
         ]
 
@@ -137,6 +138,10 @@ def test_without_weights_it_differs(results: list[dict[str, Any]]) -> None:
 
 def test_scales_are_packed_as_sglang_packs_them(results: list[dict[str, Any]]) -> None:
     assert all(rank["packed"] == {"same": True, "strides": True} for rank in results)
+
+
+def test_metrics(results: list[dict[str, Any]]) -> None:
+    assert all(rank["counted"]["steps"] > 0 for rank in results), [rank["counted"] for rank in results]
 
 
 def test_refusals_of_a_dispatcher(results: list[dict[str, Any]]) -> None:
