@@ -115,10 +115,10 @@ def jobs(accounts: Iterable[Account]) -> dict[str, dict[int, Rank]]:
     return found
 
 
-def table(ranks: dict[int, Rank], world_size: int) -> list[str]:
-    """A line for each rank, or for each of its open steps."""
+def table(ranks: dict[int, Rank], numbers: Iterable[int]) -> list[str]:
+    """A line for each of those ranks, or for each of its open steps."""
     lines = [f"{'rank':>4}  {'process':<20} {'step':>10}  {'':<34} waits for"]
-    for number in range(world_size):
+    for number in numbers:
         if number not in ranks:
             lines.append(f"{number:>4}  does not answer")
             continue
@@ -132,7 +132,7 @@ def table(ranks: dict[int, Rank], world_size: int) -> list[str]:
 
 
 def verdicts(ranks: dict[int, Rank], world_size: int) -> list[str]:
-    """Where the chain of waits ends: a sentence for each such rank, and what it does."""
+    """Sentences for the ranks at which the chain of waits ends, and what they do."""
     waiting = {number: rank.waits_for for number, rank in ranks.items()}
     awaited = set().union(*waiting.values()) if waiting else set()
     said = []
@@ -142,10 +142,8 @@ def verdicts(ranks: dict[int, Rank], world_size: int) -> list[str]:
         by = _ranks(sorted(other for other, peers in waiting.items() if number in peers))
         verb = "waits" if by.startswith("rank ") else "wait"
         if number in ranks:
-            said += [
-                f"{by} {verb} for rank {number}, which waits for none: " + ranks[number].doing()[0],
-                *ranks[number].doing()[1:],
-            ]
+            first, *rest = ranks[number].doing()
+            said += [f"{by} {verb} for rank {number}, which waits for none: {first}", *rest]
         else:
             said.append(f"{by} {verb} for rank {number}, which does not answer: it is stopped, dead or cut off")
     if said:
@@ -166,11 +164,12 @@ def first_lines(number: int, account: Account | None, job: str) -> str:
     if rank is None:
         return f"Rank {number} says that it has left the job."
     waits = f"waits for {_ranks(sorted(rank.waits_for))}: " if rank.waits_for else ""
-    return "\n".join([f"Rank {number} says: {waits}{rank.doing()[0]}", *rank.doing()[1:]])
+    first, *rest = rank.doing()
+    return "\n".join([f"Rank {number} says: {waits}{first}", *rest])
 
 
 def whole(ranks: dict[int, Rank], world_size: int, job: str) -> str:
-    return "\n".join([f"job {job}: {world_size} ranks", *table(ranks, world_size), "", *verdicts(ranks, world_size)])
+    return "\n".join([f"job {job}: {world_size} ranks", *table(ranks, range(world_size)), "", *verdicts(ranks, world_size)])
 
 
 def _towards(rank: Rank, peer: int) -> str:

@@ -1,4 +1,4 @@
-"""Where this process tells what it does: to `python -m pplx_comm dump` and `top`, on a signal, and to the log after a timeout."""
+"""Tells what this process does: to `python -m pplx_comm dump` and `top`, on a signal, and to the log after a timeout."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _asked(request: str) -> str:
 def _print() -> None:
     account = accounts.own()
     found = [
-        "\n".join([f"job {job}, rank {rank.number} of {rank.world_size}", *accounts.table({rank.number: rank}, rank.world_size)])
+        "\n".join([f"job {job}, rank {rank.number} of {rank.world_size}", *accounts.table(ranks, [rank.number])])
         for job, ranks in accounts.jobs([account]).items()
         for rank in ranks.values()
     ]

@@ -55,35 +55,25 @@ def _show(given: argparse.Namespace) -> int:
         raise Error(f"{asked} this user anything: a job's processes do while they have a Communicator")
     of_jobs = {job: ranks for job, ranks in accounts.jobs(one.value for one in found).items() if job.startswith(given.job or "")}
     for job, ranks in of_jobs.items():
-        world_size = max(rank.world_size for rank in ranks.values())
-        if given.pid is None and len(ranks) < world_size:
+        if given.pid is None and len(ranks) < _world_size(ranks):
             ask_elsewhere(job, ranks, found)
     if given.json:
         said = {rank.where: rank.account for ranks in of_jobs.values() for rank in ranks.values()}
         sys.stdout.writelines(json.dumps(account) + "\n" for account in said.values())
         return 0
     for job, ranks in of_jobs.items():
-        world_size = max(rank.world_size for rank in ranks.values())
         if given.pid is None:
-            print(accounts.whole(ranks, world_size, job))
+            print(accounts.whole(ranks, _world_size(ranks), job))
         else:
-            print(
-                "\n".join(
-                    [
-                        f"job {job}, of {world_size} ranks",
-                        *(line for line in accounts.table(ranks, world_size) if _has(line, ranks)),
-                    ]
-                )
-            )
+            print("\n".join([f"job {job}, of {_world_size(ranks)} ranks", *accounts.table(ranks, sorted(ranks))]))
         if given.stacks:
             print("\n".join(line for rank in ranks.values() for line in details(rank)))
         print()
     return 0
 
 
-def _has(line: str, ranks: dict[int, Rank]) -> bool:
-    first = line.split()[0]
-    return first == "rank" or int(first) in ranks
+def _world_size(ranks: dict[int, Rank]) -> int:
+    return next(iter(ranks.values())).world_size
 
 
 def details(rank: Rank) -> Iterator[str]:

@@ -65,12 +65,15 @@ def late_for(transport: str) -> str:
 @pytest.mark.parametrize("transport", ["mapped", "mixed:tcp", "relayed:tcp"])
 def test_a_late_rank(transport: str) -> None:
     """It is named, with the function in which it stays; the others, their step and how long."""
-    with Crew(4) as crew:
+    with Crew(4, {"PPLX_COMM_DUMP_SIGNAL": "USR1"}) as crew:
         crew.start("dump_cases:hangs", Case(16, 4, transport=transport, max_tokens=8), LATE, None)
         pids, job = started(crew)
         said = when(rows(pids, awaited(transport), " for [0-9.]+ m?s"), "--job", job)
         assert f"job {job}: 4 ranks" in said and f"{late_for(transport)}, which waits for none: it is in no step" in said, said
         assert re.search(r"; its main thread:\n(  File .*\n)*  File .*dump_cases.py\", line \d+ in dawdle\n", said), said
+        os.kill(pids[LATE], signal.SIGUSR1)
+        until("it prints its own part", lambda: "in dawdle" in crew.output(LATE))
+        assert f"rank {LATE} of 4" in crew.output(LATE) and "does not answer" not in crew.output(LATE), crew.output(LATE)
         one = shown(str(pids[LATE]), "--stacks")
         assert f":{pids[LATE]}" in one and "in no step" in one and f":{pids[0]}" not in one, one
         assert "next step 2" in one and "last step that came, dispatched: " in one and "last steps: 1 " in one, one
@@ -259,4 +262,4 @@ def test_ranks_that_do_not_answer() -> None:
     ranks = {number: of(number, {0: {2}, 1: {2}, 2: set(), 3: set()}) for number in (0, 1)}
     assert accounts.verdicts(ranks, 4) == ["ranks 0 and 1 wait for rank 2, which does not answer: it is stopped, dead or cut off"]
     assert accounts.verdicts({}, 2) == ["ranks 0 and 1 do not answer"]
-    assert [line.strip() for line in accounts.table(ranks, 4)[-2:]] == ["2  does not answer", "3  does not answer"]
+    assert [line.strip() for line in accounts.table(ranks, range(4))[-2:]] == ["2  does not answer", "3  does not answer"]
