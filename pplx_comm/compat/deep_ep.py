@@ -399,11 +399,8 @@ class Buffer:
             call = functools.partial(handle.receive, lane, x, False, stats, waits, use_ue8m0)
             (rows, scale, counts, _), event = self._run(call, None, True, x, topk_idx, stats, waits)
             return (rows, scale) if use_fp8 else rows, counts, handle, event, None
-        if return_recv_hook or use_ue8m0 or stats is not None or waits is not None:
-            rows, scale, counts, step = handle.receive(lane, x, return_recv_hook, stats, waits, use_ue8m0)
-            return (rows, scale) if use_fp8 else rows, counts, handle, NO_EVENT, step.receive if return_recv_hook else None
-        d = handle.dispatch(lane, x).rows()
-        return (d.x, d.scale) if use_fp8 else d.x, d.counts, handle, NO_EVENT, None
+        rows, scale, counts, step = handle.receive(lane, x, return_recv_hook, stats, waits, use_ue8m0)
+        return (rows, scale) if use_fp8 else rows, counts, handle, NO_EVENT, step.receive if return_recv_hook else None
 
     @quick
     def low_latency_combine(

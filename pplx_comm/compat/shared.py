@@ -40,12 +40,13 @@ class Step:
     then: runs once, behind the receive half that comes next.
     """
 
-    then: Callable[[], None] | None = None
-    _combining: Combining | None = None
+    __slots__ = ("_combining", "d", "lane", "then")
 
     def __init__(self, lane: Lane, d: Dispatched) -> None:
         self.lane = lane
         self.d: Dispatched | None = d
+        self.then: Callable[[], None] | None = None
+        self._combining: Combining | None = None
 
     @property
     def combinable(self) -> bool:
@@ -130,24 +131,23 @@ class Lane:
         calls."""
         self._make_room()
         halves, sent = _core.SEND if send_only else _core.BOTH, (x, ids, weights, x_scale, None)
-        step = Step(self, self.a2a.calls.dispatch(halves, sent))
-        self.steps.append(step)
-        return step
+        return self._opened(self.a2a.calls.dispatch(halves, sent))
 
     def open_for_combine(self, ids: torch.Tensor) -> Step:
         """A step without rows."""
         self._make_room()
-        step = Step(self, self.a2a.open_for_combine(ids))
-        self.steps.append(step)
-        return step
+        return self._opened(self.a2a.open_for_combine(ids))
 
     def _make_room(self) -> None:
         if self._gpu and torch.cuda.is_current_stream_capturing():
             self.captured = True
         if len(self.steps) == IN_FLIGHT:
-            oldest = self.steps.popleft()
-            if oldest.d is not None:  # as a rule it was combined
-                oldest.end()
+            self.steps.popleft().end()
+
+    def _opened(self, d: Dispatched) -> Step:
+        step = Step(self, d)
+        self.steps.append(step)
+        return step
 
     def set_num_sms(self, num_sms: int) -> None:
         if num_sms != self.num_sms:
