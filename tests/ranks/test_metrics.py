@@ -46,7 +46,7 @@ def test_no_folder(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("files", [True, False])
 def test_top(tmp_path: Path, files: bool) -> None:
-    """It names the rank that is late to every step: from files, and from what the processes say."""
+    """It names the rank that is late to every step, for which the others wait longest: from files, and from what processes say."""
     environment = {"PPLX_COMM_METRICS": str(tmp_path), "PPLX_COMM_METRICS_SECONDS": "1"} if files else {}
     command = [sys.executable, "-m", "pplx_comm", "top", *([str(tmp_path)] if files else []), "--once", "--matrix"]
     with Crew(4, environment) as crew:
@@ -58,7 +58,8 @@ def test_top(tmp_path: Path, files: bool) -> None:
             if "rank 2 is late" in shown.stdout:
                 break
             assert time.monotonic() < deadline, shown
-        assert "4 ranks" in shown.stdout, shown.stdout
+        late = {int(rank): float(ms) for rank, ms in re.findall(r"rank (\d+) is late: the others wait (\S+) ms", shown.stdout)}
+        assert "4 ranks" in shown.stdout and max(late, key=late.__getitem__) == 2, shown.stdout
         for rank in range(4):
             crew.tell(rank, "enough")
         assert min(crew.collect()) > 0
