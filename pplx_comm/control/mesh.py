@@ -53,7 +53,7 @@ class Mesh:
         self._callbacks: Callbacks[Failure] = Callbacks(self.condition, rank)
         self._busy_callbacks: Callbacks[Busy] = Callbacks(self.condition, rank)
         self._busy_with: list[str] = []
-        self.answers: dict[str, Answer] = {}
+        self.answers: dict[str, Callable[[], Answer | None]] = {}
         """To what other ranks may ask. Each runs in a thread of its own: it may have to wait for a proxy."""
         self._questions = 0
         self._told: dict[int, dict[int, dict[str, Any]]] = {}
@@ -229,7 +229,7 @@ class Mesh:
             return self._told.pop(question)
 
     def _tell(self, rank: int, what: str, question: int) -> None:
-        answer = self.answers.get(what)
+        answer = self.answers.get(what, lambda: None)()
         try:
             told = None if answer is None else json_frame(Kind.TOLD, {"question": question, "told": answer()})
         except Exception as problem:

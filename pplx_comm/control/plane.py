@@ -140,11 +140,7 @@ class ControlPlane:
 
     def answer(self, what: str, answer: Answer) -> None:
         """Sets the answer to other ranks that ask for it: JSON-able. A bound method is held weakly."""
-        weak = weakref.WeakMethod(answer) if hasattr(answer, "__self__") else None
-        if weak is None:
-            self._mesh.answers[what] = answer
-        else:
-            self._mesh.answers[what] = lambda: {} if (alive := weak()) is None else alive()
+        self._mesh.answers[what] = weakref.WeakMethod(answer) if hasattr(answer, "__self__") else lambda: answer
 
     def ask(self, ranks: Iterable[int], what: str, seconds: float) -> dict[int, dict[str, Any]]:
         """The answers of those ranks that answer in time. Raises after close()."""

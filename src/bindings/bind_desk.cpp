@@ -121,8 +121,8 @@ void bind_desk(py::module_& m) {
         return Desk::of_process().open(std::move(process), by_python);
       },
       py::arg("process"), py::arg("asked"),
-      "Once for a process. asked: gets a request, and returns what the guest is to read; 'facts' and 'account' need it not. False: there is "
-      "no socket.");
+      "Once for a process. asked: gets a request, and returns what the guest is to read; 'facts' and 'account' need it not. False: "
+      "there is no socket.");
   m.def("leave_python_alone", [] { without_python = true; }, "At the end of the interpreter.");
   m.def("dump_on", [](int signal) { Desk::of_process().listen_to(signal); }, py::arg("signal"));
   m.def(

@@ -108,9 +108,8 @@ Desk& Desk::of_process() {
 bool Desk::open(std::string process, Answer answer) {
   const std::lock_guard<std::mutex> lock(mutex_);
   if (listener_ >= 0) return true;
-  listener_ = listen_at(own_name());
-  event_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
-  if (listener_ < 0 || event_ < 0) return false;
+  if (event_ < 0) event_ = eventfd(0, EFD_CLOEXEC | EFD_NONBLOCK);
+  if (event_ < 0 || (listener_ = listen_at(own_name())) < 0) return false;
   process_ = std::move(process);
   answer_ = std::move(answer);
   sigset_t all, before;

@@ -292,7 +292,8 @@ void bind_exchange(py::module_& m) {
         e.raise_notice();
       })
       .def_property_readonly("generation", &Exchange::generation)
-      .def_property_readonly("teller", [](const std::shared_ptr<Exchange>& e) { return std::shared_ptr<Teller>(new TellerOf<Exchange>(e)); })
+      .def_property_readonly(
+          "teller", [](const std::shared_ptr<Exchange>& e) { return std::shared_ptr<Teller>(new TellerOf<Exchange>(e)); })
       .def_property_readonly("open_steps", &Exchange::open_steps)
       .def("set_num_sms", &Exchange::set_num_sms, py::arg("num_sms"))
       .def(

@@ -133,7 +133,7 @@ class Exchange {
   const DeviceCounters* device_counters() const { return common_.counters; }
   // The counts of kernels so far, without a wait for any that runs. Where they count nothing: of the host's launches.
   Counters counters() const;
-  // Where it stands, from what its memory says: it waits for no kernel.
+  // Reads from its memory where it stands, and waits for no kernel.
   Standing standing() const;
   std::uint32_t large_tokens() const { return large_tokens_; }
   // A launch as the table has it, and the reason.

@@ -1,5 +1,4 @@
-// Where an AllToAll stands on a GPU: from the words in its memory, and in the proxy's. It knows of no kernel what that waits for, but what
-// has come.
+// Derives where an AllToAll stands on a GPU from the words in its memory, and in the proxy's: they say what has come, and so what has not.
 #include <array>
 #include <cstring>
 #include <set>
