@@ -104,6 +104,16 @@ def test_random_shapes_in_a_chaos(transport: str) -> None:
             crew.run("emulated:call", module(), "rank_cases:exchange", case_of(21_000, number, 4, transport))
 
 
+@pytest.mark.parametrize("how", ["proxy:tcp", "proxy:tcp in pieces", "relayed:tcp"])
+def test_weights_that_the_next_step_overtakes(how: str) -> None:
+    transport, _, pieces = how.partition(" ")
+    case = Case(seed(), 4, num_experts=4, top_k=2, hidden=64, max_tokens=9, wire="native", transport=transport, steps=10)
+    unruly = f"seed={seed()},delay=0.3,delay_us=60000,shuffle=0.9,split=0,duplicate=0,replay=0,again=0"
+    with Crew(4, {"PPLX_COMM_CHAOS": unruly}) as crew:
+        call = ["emulated:in_pieces", module(), 4] if pieces else ["emulated:call", module()]
+        crew.run(*call, "rank_cases:weights_at_combine", case)
+
+
 @pytest.mark.parametrize("layout", ["ragged", "compact"])
 @pytest.mark.parametrize(("wire", "dtype"), [("fp8", "bf16"), ("native", "bf16"), ("fp8", "fp32"), ("native", "fp16")])
 def test_the_composite_floor(layout: str, wire: str, dtype: str) -> None:

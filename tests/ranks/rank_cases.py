@@ -430,6 +430,19 @@ def error_of_sums(me: Any, case: Case, numbers: Any) -> float:
     return float((y.double() - wanted).norm() / wanted.norm())
 
 
+def weights_at_combine(me: Any, case: Case) -> None:
+    """The last rank has no token, so it waits for no row that would show that its weights came."""
+    g = torch.Generator().manual_seed(case.seed + me.rank)
+    tokens = 0 if me.rank == case.world_size - 1 else case.max_tokens
+    with open_all_to_all(me, case) as a2a:
+        for n in range(case.steps):
+            x = torch.randn(tokens, case.hidden, generator=g).to(DTYPES[case.dtype])
+            ids, weights = torch.randint(0, case.num_experts, (tokens, case.top_k), generator=g), torch.rand(tokens, case.top_k, generator=g)
+            d = a2a.dispatch(x, ids)
+            y = a2a.combine(d.x.clone(), d, weights=weights)
+            must(torch.allclose(y.float(), weights.sum(1, keepdim=True) * x.float(), rtol=0.05, atol=0.05), case, "y of step", n)
+
+
 def crossing(me: Any, case: Case) -> tuple[int, int]:
     """Bytes that this rank's proxy wrote for a step, and those that the ids ask for."""
     g = torch.Generator().manual_seed(case.seed)
