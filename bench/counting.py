@@ -83,7 +83,7 @@ def main() -> None:
     pairs = options.pairs or (200 if options.device == "cuda" else 20)
     torch.set_num_threads(1)
     with pc.Communicator.from_env() as comm:
-        device = "cpu" if options.device == "cpu" else f"cuda:{comm.host_rank}"
+        device = "cpu" if options.device == "cpu" else f"cuda:{comm.host_rank % torch.cuda.device_count()}"
         if device != "cpu":
             torch.cuda.set_device(device)
         for tokens in map(int, options.tokens.split(",")):

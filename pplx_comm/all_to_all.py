@@ -317,7 +317,7 @@ class AllToAll:
         counted: False with PPLX_COMM_STATS=0. Then `steps`, `open_steps`, `large_dispatches`, `large_combines` and `proxy` are all
             that is known, of the host's own calls. Else all is counted, on a GPU as kernels do it, replays of graphs among them.
         steps, open_steps: those that were combined or released, and, of the host's own calls, those whose memory is held.
-        tokens: of this rank, in all dispatches.
+        tokens: of this rank, in those steps; on a CPU of a step from its dispatch on, as its rows are.
         rows_sent, rows_received, bytes_sent, bytes_received: lists by rank, of dispatches and combines; nothing for oneself. Bytes
             are those of rows and headers.
         expert_rows: a list by local expert of the rows that it got.

@@ -334,6 +334,7 @@ struct CombineArguments : LaunchArguments, ExpertOutputs, Result {
   std::uint32_t own = 0;
   PlanView plan;
   ReceivedView received;
+  const std::int32_t* counts = nullptr;  // rows of each local expert
   PieceArguments pieces;
   bool by_node = false;  // the rows of a node's ranks are added first: protocol/nodes.h
   std::uint16_t node_of[kMaxPeers] = {};  // then: by rank

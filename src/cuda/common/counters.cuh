@@ -28,19 +28,24 @@ class WaitTimer {
   std::uint32_t first_ = now(), last_ = first_;
 };
 
-// Counts a combine with the rows of its dispatch: the first threads of a block. rows_begin: of what it got, by source.
-__device__ inline void count_combine(const CombineArguments& a, const std::uint32_t* rows_begin) {
+// Counts a step at its end: a dispatch has no time for it. rows_begin: of what it got, by source.
+__device__ inline void count_step(const CombineArguments& a, const std::uint32_t* rows_begin) {
   const Common& k = a.common;
+  if (!a.recv || !counts_here(k)) return;
   const std::uint32_t peer = threadIdx.x;
-  if (!a.recv || !counts_here(k) || peer >= k.c.world) return;
+  for (std::uint32_t expert = threadIdx.x; expert < k.experts; expert += blockDim.x)
+    add_relaxed(rows_of_experts(k) + expert, static_cast<unsigned long long>(a.counts[expert]));
+  if (peer >= k.c.world) return;
   if (peer == k.c.rank) {
     add_relaxed(&k.counters->steps, 1ull);
+    add_relaxed(&k.counters->tokens, static_cast<unsigned long long>(a.tokens));
     return;
   }
-  const unsigned long long sent = a.plan.rows[peer];
+  const unsigned long long sent = a.plan.rows[peer], received = rows_begin[peer + 1] - rows_begin[peer];
   add_relaxed(&k.counters->dispatched[peer].sent, sent);
+  add_relaxed(&k.counters->dispatched[peer].received, received);
   if (a.release) return;
-  add_relaxed(&k.counters->combined[peer].sent, static_cast<unsigned long long>(rows_begin[peer + 1] - rows_begin[peer]));
+  add_relaxed(&k.counters->combined[peer].sent, received);
   add_relaxed(&k.counters->combined[peer].received, sent);
 }
 

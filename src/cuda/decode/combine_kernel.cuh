@@ -21,7 +21,6 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(
   if (!begin_combine(a, step, kCombineWarps, s)) return;
   s.entries[threadIdx.x] = entry;  // registers are for the sums meanwhile
   if (a.recv) begin_to_close(k, step);
-  count_combine(a, s.rows_begin);
   bool rounds = false;
   if constexpr (!kMappedOnly) {
     rounds = k.heap.in_pieces && s.many != 0;
@@ -39,6 +38,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(
     if (threadIdx.x / 32 < senders) send_combine<T, kMappedOnly, kSent>(a, step, units, senders, places, s);
   }
   if (a.recv) {
+    count_step(a, s.rows_begin);
     receive_combine<T, kMappedOnly>(a, step, s);
     close_set(k, step);
   }

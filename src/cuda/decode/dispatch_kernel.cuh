@@ -64,7 +64,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_con
     } else if (warp == kRowPlacer) {
       place_rows<kMappedOnly, kHooks>(a, step, s.receive, experts);
     } else if (warp == kObserver) {
-      if (counts_here(k)) count_dispatch(a, step, s.receive, experts);
+      if (counts_here(k)) count_waits(a, step, s.receive);
     } else if constexpr (!kMappedOnly) {
       if (warp == kProxyWatcher && k.remote != 0) DispatchExtras<kMappedOnly>::pass_on(a, step);
     }

@@ -254,6 +254,7 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   a.own = common_.slice.tokens(a.tokens);
   a.plan = plan_view(common_.c, a.tokens, launch.plan);
   a.received = received_view(layout_, launch.buffer);
+  point(a.counts, launch.buffer, layout_.counts);
   a.relays = relays_;
   add_nodes(a);
   a.sent = sent_strips(a);

@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(How::kThreads, 1) combine(const __grid_constan
   std::uint32_t step = 0;
   if (!begin_combine(a, step, 0, s)) return;
   if (a.recv) begin_to_close(k, step);
-  count_combine(a, s.rows_begin);
+  count_step(a, s.rows_begin);
   How::template work<T>(a, step, s, reinterpret_cast<char*>(words), warp);
   if (a.recv) close_set(k, step);
   mark_stage(k, Stage::CombineEnds);

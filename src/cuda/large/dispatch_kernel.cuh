@@ -247,7 +247,7 @@ __device__ inline void receive_large(const DispatchArguments& a, std::uint32_t s
     if constexpr (!kRounds) carrier.find_runs();
   }
   if (warp == kPlacer) place_rows<true, kHooks>(a, step, s.receive, experts);
-  if (warp == kTeller && counts_here(a.common)) count_dispatch(a, step, s.receive, experts);
+  if (warp == kTeller && counts_here(a.common)) count_waits(a, step, s.receive);
   if constexpr (kRounds) {
     if (warp == kPasser && a.common.remote != 0) pass_on_dispatches<true>(a, step);
     carrier.receive_rounds(s.received[warp], warp == kCounter && reports_counts());

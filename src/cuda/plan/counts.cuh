@@ -242,9 +242,8 @@ __device__ inline void count_rows(const DispatchArguments& a, std::uint32_t step
   s.rows_known.set();
 }
 
-// Counts a dispatch: one warp that has the least to do.
-[[maybe_unused]] static __device__ __noinline__ void count_dispatch(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s,
-                                                                    Experts e) {
+// Counts how long each source lets this rank wait: one warp that has the least to do.
+[[maybe_unused]] static __device__ __noinline__ void count_waits(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s) {
   const Common& k = a.common;
   // The warp that passes on blocks of other nodes counts its own waits; relays' sources are waited for by all.
   const std::uint64_t begun = nanoseconds(), elsewhere = k.dead | (k.c.node_ranks == 0 ? k.remote : 0);
@@ -259,19 +258,6 @@ __device__ inline void count_rows(const DispatchArguments& a, std::uint32_t step
       count_wait(k, Op::Dispatch, source, now - begun);
     }
   }
-  s.rows_known.wait();
-  s.placed.wait();
-  if (!s.good || !s.placed_all) return;
-#pragma unroll 1
-  for (std::uint32_t source = threadIdx.x % 32; source < k.c.world; source += 32) {
-    if (source == k.c.rank)
-      add_relaxed(&k.counters->tokens, static_cast<unsigned long long>(a.tokens));
-    else
-      add_relaxed(&k.counters->dispatched[source].received, static_cast<unsigned long long>(s.rows[source]));
-  }
-#pragma unroll 1
-  for (std::uint32_t expert = threadIdx.x % 32; expert < k.experts; expert += 32)
-    add_relaxed(rows_of_experts(k) + expert, static_cast<unsigned long long>(e.at(k.c.world, expert) - e.at(0, expert)));
 }
 
 // Finds out where rows go, and tells the other warps: another warp's part.
