@@ -437,7 +437,8 @@ def weights_at_combine(me: Any, case: Case) -> None:
     with open_all_to_all(me, case) as a2a:
         for n in range(case.steps):
             x = torch.randn(tokens, case.hidden, generator=g).to(DTYPES[case.dtype])
-            ids, weights = torch.randint(0, case.num_experts, (tokens, case.top_k), generator=g), torch.rand(tokens, case.top_k, generator=g)
+            ids = torch.randint(0, case.num_experts, (tokens, case.top_k), generator=g)
+            weights = torch.rand(tokens, case.top_k, generator=g)
             d = a2a.dispatch(x, ids)
             y = a2a.combine(d.x.clone(), d, weights=weights)
             must(torch.allclose(y.float(), weights.sum(1, keepdim=True) * x.float(), rtol=0.05, atol=0.05), case, "y of step", n)

@@ -62,24 +62,25 @@ __device__ inline void pass_on_weights(const CombineArguments& a, std::uint32_t 
   __syncwarp();
 }
 
-// A warp's. Waits for a source's weights, and checks them; `from` is blamed if they do not come.
-__device__ inline bool await_weights(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t from) {
-  const Common& k = a.common;
-  bool good = true;
-  if (threadIdx.x % 32 == 0)
-    good = wait<Match::Reached>(k, arrival(k, step, Signal::Weights, source), Phase::Weights, step, from) &&
-           (is_remote(k, source) || are_weights_of_rows(a, step, source));
-  return all_of_warp(good);
-}
-
 // Loads the weight that a source gave to combine for the nth choice here of its row, if this lane wants it. False: none will come.
 __device__ inline bool sent_weight(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t row,
                                    std::uint32_t nth, bool wants, float& weight) {
-  if (!await_weights(a, step, source, source)) return false;
   const Common& k = a.common;
+  bool good = true;
+  if (threadIdx.x % 32 == 0)
+    good = wait<Match::Reached>(k, arrival(k, step, Signal::Weights, source), Phase::Weights, step, source) &&
+           (is_remote(k, source) || are_weights_of_rows(a, step, source));
+  if (!all_of_warp(good)) return false;
   const char* const slot = own_slot(k, set_of(k.c, step), Op::Weights, source);
   if (wants) weight = __ldcg(reinterpret_cast<const float*>(slot + k.weights.row_at(row)) + nth);
   return true;
+}
+
+// Waits for a remote source's weights, before it is answered: a warp.
+[[maybe_unused]] static __device__ __noinline__ bool await_weights(const Common& k, std::uint32_t step, std::uint32_t source) {
+  const bool good = threadIdx.x % 32 != 0 ||
+                    wait<Match::Reached>(k, arrival(k, step, Signal::Weights, source), Phase::Weights, step, source);
+  return all_of_warp(good);
 }
 
 // Does what sent_weight() does for a source whose weights lie in its relay's memory, all of a row's.
@@ -88,7 +89,9 @@ __device__ inline bool sent_weight(const CombineArguments& a, std::uint32_t step
   const Common& k = a.common;
   const Relays& r = a.relays;
   const std::uint32_t set = set_of(k.c, step);
-  if (!await_weights(a, step, source, rank_of_holder(r, source))) return false;
+  const bool good = threadIdx.x % 32 != 0 ||
+                    wait<Match::Reached>(k, arrival(k, step, Signal::Weights, source), Phase::Weights, step, rank_of_holder(r, source));
+  if (!all_of_warp(good)) return false;
   std::uint32_t choices = a.received.choices[a.received.rows_begin[source] + row];
   for (std::uint32_t nth = threadIdx.x % 32; nth != 0; --nth) choices &= choices - 1;
   if (choices == 0) return true;

@@ -53,7 +53,7 @@ struct CombineExtras<false> {
   __device__ static void send_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, char* block, std::uint32_t rows,
                                      std::uint32_t flags, std::uint32_t parts) {
     const Common& k = a.common;
-    if (a.uses_weights && !await_weights(a, step, peer, peer)) return;
+    if (a.uses_weights && !await_weights(k, step, peer)) return;
     write_header(k, block, step, rows, flags, threadIdx.x % 32);
     __syncwarp();
     if (threadIdx.x % 32 == 0) count_header(k, step, Op::Combine, peer, rows, parts);

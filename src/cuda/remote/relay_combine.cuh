@@ -41,7 +41,7 @@ __device__ inline bool answer_header(const CombineArguments& a, std::uint32_t st
   const bool is_mate = (a.relays.mates >> lane & 1) != 0;
   uint4 vec16 = make_uint4(0, 0, 0, 0);
   if (!all_of_warp(!is_mate || receive_mate(a, step, source, lane, vec16))) return false;
-  if (a.uses_weights && !await_weights(a, step, source, source)) return false;
+  if (a.uses_weights && !await_weights(k, step, source)) return false;
   const std::uint32_t overflowed = __ballot_sync(~0u, is_mate && (vec16.y & kOverflowed) != 0);
   write_header(k, block_for(k, set_of(k.c, step), Op::Combine, source), step, rows, flags_of(a), lane, overflowed);
   __syncwarp();

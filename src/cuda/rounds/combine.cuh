@@ -58,7 +58,7 @@ template <typename T, bool kExtras>
   const std::uint32_t peer = run.source, rows = s.rows_begin[peer + 1] - s.rows_begin[peer];
   const std::uint32_t flags = flags_of(a) | (*a.received.overflowed != 0 ? kOverflowed : 0u);
   const PieceRows of = a.release ? PieceRows{0, 0} : rows_of_kept_round(p, peer, run.round, rows);
-  if (a.uses_weights && !await_weights(a, step, peer, peer)) return;
+  if (a.uses_weights && !await_weights(k, step, peer)) return;
   if (threadIdx.x % 32 == 0)
     write_piece_header(k, piece_for(k, step, Op::Combine, peer, run.round), step, a.release ? 0 : rows, flags, run.round,
                        *kept_rounds(p, peer), of);
