@@ -244,12 +244,12 @@ MUTANTS = [
     Mutant(
         "a step is closed too early",
         COMBINE,
-        """  if (a.recv) {
-    receive_combine<T, kMappedOnly>(a, step, s);
+        """    receive_combine<T, kMappedOnly>(a, step, s);
     close_set(k, step);
   }
 """,
-        """  if (a.recv) receive_combine<T, kMappedOnly>(a, step, s);
+        """    receive_combine<T, kMappedOnly>(a, step, s);
+  }
   if (a.send) close_set(k, step);
 """,
         "a send half alone frees memory in which peers' rows are still waited for",
