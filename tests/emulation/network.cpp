@@ -104,9 +104,10 @@ class Network {
     changed_.notify_one();
   }
 
-  // A reset has seen that all has landed.
+  // A reset has seen that all has landed. What is late is a put of the generation before: ranks post unequally many.
   void forget_landed() {
     const std::lock_guard<std::mutex> lock(mutex_);
+    late_put_ = 0;
     flights_.erase(std::remove_if(flights_.begin(), flights_.end(), [](const Flight& f) { return f.landed; }), flights_.end());
   }
 

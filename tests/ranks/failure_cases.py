@@ -233,7 +233,7 @@ def slow_rank(me: Any, case: Case, slow: int, timeout: float, phase: str, steps:
 
 
 def late_behind_relays(me: Any, case: Case, incidents: Sequence[tuple[int, str]] = LATE) -> list[dict[str, Any]]:
-    """Returns what each rank saw, by incident: rank 2 stops before rank 0's rows come; others are awake, and late."""
+    """Returns what each rank saw, by incident: rank 2 stops before anybody's rows come; others are awake, and late."""
     pids = [there["pid"] for there in me.comm.control.all_gather({"pid": os.getpid()}, "pids")]
     told: list[dict[str, Any]] = []
     with open_all_to_all(me, case, timeout=2.0) as a2a:
@@ -249,7 +249,7 @@ def late_behind_relays(me: Any, case: Case, incidents: Sequence[tuple[int, str]]
 
             def step(runner: Any = runner, n: int = n, place: str = place, late: Any = late) -> None:
                 me.comm.barrier()
-                if place == "before_rows_come" and me.rank == 0:
+                if place == "before_rows_come" and me.rank != 2:  # all begin then: none is late for another
                     until("rank 2 stands still", lambda: process_state(pids[2]) == "T")
                 late("dispatch_send")
                 sent = runner.dispatch_send(n)
