@@ -544,7 +544,7 @@ def a_late_rank(me: Any, case: Case, late: int) -> None:
 
         done: set[str] = set()
         steps, others = case.steps, [rank for rank in range(me.world_size) if rank != late]
-        for half, seconds in itertools.product(("dispatch", "combine"), (0.2, 0.8, 3.2)):
+        for half, seconds in itertools.product(("dispatch", "combine"), (0.2, 0.8, 3.2, 12.8)):
             if half in done:
                 continue
             before, number = waited(half), case.first_step + steps
@@ -561,7 +561,7 @@ def a_late_rank(me: Any, case: Case, late: int) -> None:
             most = max(wait for rank, wait in enumerate(more) if rank != late)
             if me.comm.agree(me.rank == late or more[late] > max(seconds / 2, 2 * most)):
                 done.add(half)
-            elif seconds == 3.2:
+            elif seconds == 12.8:
                 raise Failed(f"{case}: waits of a {half} in which rank {late} came {seconds} s late: {more}")
 
 
