@@ -23,11 +23,17 @@ from bench.harness.launch import launch
 from bench.harness.options import Options, from_arguments, parser_of
 from bench.harness.rank import leave, measure
 from bench.harness.world import World
+from pplx_comm import trace
 from pplx_comm.control.launch import detect
 
 
 def latency(options: Options, world: World, arguments: Sequence[str]) -> None:
+    if options.trace:
+        trace.start()
     results = cpu.run(options, world) if options.device == "cpu" else gpu.run(options, world, gpu.opened(local_rank()))
+    if options.trace:
+        trace.write(world.comm, options.trace)
+        world.barrier()  # rank 0's clock
     if world.rank != 0:
         return
     print(report.table(options, results, world), flush=True)

@@ -5,7 +5,7 @@ The host half of pplx_comm: the CPU device, the proxy and the fabric.
 from __future__ import annotations
 import collections.abc
 import typing
-__all__: list[str] = ['BOTH', 'Carried', 'Config', 'Dtype', 'Exchange', 'ExpertOutputs', 'FIRST_STEP_FACTOR', 'Fabric', 'FabricError', 'HOOK_ROWS', 'HookLayout', 'LayoutKind', 'LocalRegion', 'Mapping', 'OutputBuffer', 'OutputLayout', 'OutputPart', 'OutputPool', 'Outputs', 'Plan', 'Proxy', 'RAISED', 'RECV', 'Received', 'RemoteRegion', 'Result', 'SEND', 'Teller', 'Tokens', 'Told', 'Wire', 'account', 'chaos', 'cleanup_dead_peer', 'deadlines', 'dump_on', 'hook_layout', 'isa', 'leave_python_alone', 'libfabric_status', 'open_desk', 'output_layout', 'pick_cpus', 'pick_nics', 'proxy_of']
+__all__: list[str] = ['BOTH', 'Carried', 'Config', 'Dtype', 'Exchange', 'ExpertOutputs', 'FIRST_STEP_FACTOR', 'Fabric', 'FabricError', 'HOOK_ROWS', 'HookLayout', 'LayoutKind', 'LocalRegion', 'Mapping', 'OutputBuffer', 'OutputLayout', 'OutputPart', 'OutputPool', 'Outputs', 'Plan', 'Proxy', 'RAISED', 'RECV', 'Received', 'RemoteRegion', 'Result', 'SEND', 'Teller', 'Tokens', 'Told', 'Wire', 'account', 'chaos', 'cleanup_dead_peer', 'deadlines', 'dump_on', 'hook_layout', 'isa', 'leave_python_alone', 'libfabric_status', 'open_desk', 'output_layout', 'pick_cpus', 'pick_nics', 'proxy_of', 'read_trace', 'start_trace', 'stop_trace']
 class Dtype:
     """
     Members:
@@ -731,6 +731,14 @@ def proxy_of(rank: int, peer: int, proxies: int) -> int:
     """
     Index of the proxy that carries to and from that peer.
     """
+def read_trace() -> bytes:
+    ...
+def start_trace(spans: int) -> None:
+    """
+    This module keeps its latest spans from now on. The first call says how many.
+    """
+def stop_trace() -> None:
+    ...
 BOTH: int = 3
 FIRST_STEP_FACTOR: int = 3
 HOOK_ROWS: int = 128

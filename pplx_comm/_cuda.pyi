@@ -6,7 +6,7 @@ from __future__ import annotations
 import collections.abc
 import pplx_comm._core
 import typing
-__all__: list[str] = ['Exchange', 'ExpertOutputs', 'HostHeap', 'Launch', 'Outputs', 'PlanLayout', 'Result', 'SharedMemory', 'StreamEvent', 'Tokens', 'clear', 'count_routing', 'device_count', 'driver_version', 'gdrcopy_refusal', 'large_tokens', 'leave_blank', 'output_layout', 'pci_address', 'plan_layout', 'runtime_version', 'write_ordering']
+__all__: list[str] = ['Exchange', 'ExpertOutputs', 'HostHeap', 'Launch', 'Outputs', 'PlanLayout', 'Result', 'SharedMemory', 'StreamEvent', 'Tokens', 'clear', 'count_routing', 'device_count', 'driver_version', 'gdrcopy_refusal', 'large_tokens', 'leave_blank', 'output_layout', 'pci_address', 'plan_layout', 'read_trace', 'runtime_version', 'start_trace', 'stop_trace', 'write_ordering']
 class Launch:
     """
     The halves to launch and their stream; addresses of the plan and of the dispatch's results.
@@ -256,10 +256,18 @@ def pci_address(device: int) -> str:
     """
 def plan_layout(config: pplx_comm._core.Config) -> PlanLayout:
     ...
+def read_trace() -> bytes:
+    ...
 def runtime_version() -> int:
     """
     The CUDA version that this module was built with.
     """
+def start_trace(spans: int) -> None:
+    """
+    This module keeps its latest spans from now on. The first call says how many.
+    """
+def stop_trace() -> None:
+    ...
 def write_ordering(pci: str) -> int | None:
     """
     Ordering of a NIC's writes, as the GPU at that PCI address sees them; None: NICs do not reach it.

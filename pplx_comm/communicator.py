@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from types import TracebackType
 from typing import Any
 
-from pplx_comm import desk, metrics
+from pplx_comm import desk, metrics, trace
 from pplx_comm.control.assemble import assemble
 from pplx_comm.control.deadlines import DEFAULT_TIMEOUT, checked_timeout
 from pplx_comm.control.failure import Failure
@@ -55,6 +55,7 @@ class Communicator:
         self.control.on_failure(self._note)
         self.control.on_close(metrics.watch(self))
         self.control.on_close(desk.watch(self))
+        self.control.on_close(trace.watch(self))
 
     @classmethod
     def from_mpi(cls, comm: Any = None, *, node_size: int | None = None, timeout: float = DEFAULT_TIMEOUT) -> Communicator:

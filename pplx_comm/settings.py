@@ -168,6 +168,11 @@ class Watching:
         "follows",
         default="none",
     )  # fmt: skip
+    trace: str | None = _variable(
+        "PPLX_COMM_TRACE", _absolute, "an absolute path",
+        "Every Communicator writes a timeline to that file when it closes, for ui.perfetto.dev: %j is the job, %h the host",
+        default="none",
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@
 #include <iterator>
 
 #include "../src/host/atomic.h"
+#include "../src/host/trace.h"
 
 namespace pplx {
 namespace {
@@ -313,6 +314,8 @@ bool Proxy::post_shards(Object& object, const Job& job, const std::uint32_t* to_
     w.immediate = credit ? pack({Op::Credit, c.object, c.rank, out.step, std::uint32_t(job.op), 1, out.posted})
                          : pack({job.op, c.object, c.rank, out.step, out.posted, out.shards, out.piece});
     w.more = to_come[endpoint] > 0;
+    Trace& trace = Trace::of_module();
+    const std::uint64_t begun = trace.on() ? Trace::now() : 0;
     try {
       if (fabric_.write(w) == Post::Again) {
         ++stats_.again;
@@ -332,6 +335,10 @@ bool Proxy::post_shards(Object& object, const Job& job, const std::uint32_t* to_
     stats_.bytes += w.bytes;
     ++stats_.endpoint_writes[endpoint];
     stats_.endpoint_bytes[endpoint] += w.bytes;
+    if (begun != 0) {
+      const std::uint64_t flow = credit ? 0 : flow_of(job.peer, out.step, w.immediate);
+      trace.add({begun, Trace::now(), flow, w.bytes, Traced::Posted, c.object, out.step, job.peer, endpoint, std::uint32_t(job.op)});
+    }
     moved = true;
   }
   return moved;
@@ -374,6 +381,11 @@ void Proxy::arrived(std::uint32_t bits) {
   if (!open || i.shard >= i.shards) {
     ++stats_.dropped;
     return;
+  }
+  if (Trace::of_module().on()) {
+    const std::uint64_t now = Trace::now();
+    const std::uint64_t flow = flow_of(c.rank, step, bits);
+    Trace::of_module().add({now, now, flow, 0, Traced::Arrived, c.object, step, i.source, 0, std::uint32_t(i.op)});
   }
   if (!in.begun || in.step != step) {
     in.begun = true;
@@ -456,7 +468,13 @@ void Proxy::sent(std::uint64_t context) {
   const std::uint32_t index = index_in(context);
   if (object->is_credit(index)) return;
   Outgoing& out = object->out[index];
-  if (--out.unsent == 0) left(*object, index % object->words);
+  const std::uint32_t word = index % object->words;
+  if (Trace::of_module().on()) {
+    const Config& c = object->o.config;
+    const std::uint64_t now = Trace::now();
+    Trace::of_module().add({now, now, 0, 0, Traced::Sent, c.object, out.step, word % c.world, 0, word / c.world % kOps});
+  }
+  if (--out.unsent == 0) left(*object, word);
 }
 
 // All shards of a block, or of one of its pieces, have left.

@@ -51,7 +51,7 @@ has=$(cmake --version 2>/dev/null | sed -n 's/^cmake version \([0-9.]*\).*/\1/p'
 { [ -n "$has" ] && at_least "$wanted" "$has"; } || tools+=("cmake>=$wanted")
 # The mpich wheel brings its own mpirun, which works as root and with more ranks than cores.
 "${pip[@]}" -c constraints.txt scikit-build-core pybind11 numpy mpich mpi4py \
-    pytest pytest-timeout pytest-xdist hypothesis matplotlib ruff mypy import-linter pybind11-stubgen prometheus_client "${tools[@]}"
+    pytest pytest-timeout pytest-xdist hypothesis matplotlib ruff mypy import-linter pybind11-stubgen prometheus_client perfetto "${tools[@]}"
 
 # An older libfabric for tests of the efa provider: that of a wheel whose MPI is not used.
 if [ ! -d "$venv/libfabric-1.22" ]; then

@@ -57,6 +57,7 @@ class Options:
     slot_bytes: int | None
     timeout: float
     json: str | None
+    trace: str | None
     plot: str | None
 
     def described(self) -> dict[str, Any]:
@@ -158,6 +159,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )  # fmt: skip
 
     out = parser.add_argument_group("output")
+    out.add_argument("--trace", metavar="FILE", help="a timeline of it for ui.perfetto.dev; what is measured takes longer")
     out.add_argument("--json", metavar="FILE", help="everything that was measured, with the machine and the command")
     out.add_argument("--plot", metavar="FILE.png", help="latency against tokens (needs matplotlib)")
 
@@ -199,6 +201,7 @@ def from_arguments(arguments: argparse.Namespace) -> Options:
         slot_bytes=arguments.slot_bytes,
         timeout=arguments.timeout,
         json=arguments.json,
+        trace=arguments.trace,
         plot=arguments.plot,
     )
 

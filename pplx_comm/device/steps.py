@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import weakref
 from collections.abc import Callable
 from threading import get_ident
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 
@@ -24,6 +25,22 @@ from pplx_comm.handles import Combined, Combining, Dispatched
 from pplx_comm.wiring.carriers import Carriers
 from pplx_comm.wiring.record import CLOSED, Wiring
 from pplx_comm.wiring.wire_up import core_generation, rewire
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+def _ranged(call: Callable[P, R]) -> Callable[P, R]:
+    """A range of torch.profiler, and so of NVTX where that is asked for."""
+
+    @functools.wraps(call)
+    def ranged(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not torch.autograd._profiler_enabled():
+            return call(*args, **kwargs)
+        with torch.profiler.record_function(f"pplx_comm.{call.__name__}"):
+            return call(*args, **kwargs)
+
+    return ranged
 
 
 class Steps:
@@ -53,6 +70,7 @@ class Steps:
 
     # ---- the calls -------------------------------------------------------------------------------------------------------
 
+    @_ranged
     def dispatch(self, halves: int, sent: Sent, apart: bool = False, zeroed: bool = False, unread: bool = False) -> Dispatched:
         """See Device.dispatch."""
         device = self.device
@@ -74,6 +92,7 @@ class Steps:
         x = torch.empty((len(topk_ids), session.hidden), dtype=session.dtype, device=session.device)
         return self.dispatch(_core.BOTH, (x, topk_ids, None, None, None), unread=True)
 
+    @_ranged
     def dispatch_recv(self, d: Dispatched) -> Dispatched:
         self._checks.handle("dispatch_recv", d, Dispatched, self)
         if d.received:
@@ -84,6 +103,7 @@ class Steps:
                 self.device.dispatch_recv(d)
         return d
 
+    @_ranged
     def combine(self, halves: int, returned: Returned) -> Combining | Combined:
         """See Device.combine. With the receive half, the result."""
         d = returned[1]
@@ -94,6 +114,7 @@ class Steps:
         c = self.device.combine(halves, returned)
         return self.combine_recv(c) if halves & _core.RECV and isinstance(c, Combining) else c
 
+    @_ranged
     def combine_recv(self, c: Combining) -> Combined:
         self._checks.handle("combine_recv", c, Combining, self)
         if c.done:

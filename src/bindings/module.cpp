@@ -1,7 +1,7 @@
 #include <pybind11/pybind11.h>
 
+#include "bind_trace.h"
 #include "cpu/vector/kernels.h"
-
 #include "protocol/deadlines.h"
 
 namespace pplx {
@@ -19,6 +19,7 @@ PYBIND11_MODULE(_core, m) {
   pplx::bind_exchange(m);
   pplx::bind_fabric(m);
   pplx::bind_proxy(m);
+  pplx::bind_trace(m);
   m.def("isa", [] { return pplx::cpu::kernels().isa; }, "The instruction set that the CPU device uses.");
   m.attr("FIRST_STEP_FACTOR") = pplx::deadlines::kFirstStepFactor;
   m.def(

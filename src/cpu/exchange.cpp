@@ -2,6 +2,7 @@
 
 #include <chrono>
 
+#include "../host/trace.h"
 #include "../protocol/deadlines.h"
 
 namespace pplx::cpu {
@@ -47,6 +48,7 @@ void Exchange::run(PhaseRun& phase_run, Phase phase, std::uint32_t step, const I
   std::vector<double> waited(receives && blocks_.tally().counts ? config().world : 0);
   Backoff backoff;
   const Calls::Running running(calls_, {&phase_run, phase, step, begun});
+  const TracedSpan traced(Traced(phase), config().object, step);
   try {
     const ThreadPool::Help help(pool_, phase_run);
     while (!poll(phase_run, phase, step, since)) {

@@ -9,8 +9,8 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[2] / "pplx_comm"
 ELSEWHERE = {
-    "_C", "_cdata", "_cuda_getCurrentRawStream", "_dynamo", "_grouped_mm", "_len_torch_function_stack", "_resolve_process_group",
-    "_sleep", "_storage_Use_Count", "_version", "_will_engine_execute_node",
+    "_C", "_cdata", "_cuda_getCurrentRawStream", "_dynamo", "_grouped_mm", "_len_torch_function_stack", "_profiler_enabled",
+    "_resolve_process_group", "_sleep", "_storage_Use_Count", "_version", "_will_engine_execute_node",
 }  # fmt: skip
 """Private names of other packages, which have no public ones for it."""
 

@@ -14,6 +14,7 @@ from pplx_comm.moe.grouped.triton_scaled import TritonScaledMm
 from pplx_comm.moe.ran import note
 from pplx_comm.moe.segments import Segments
 from pplx_comm.moe.swiglu import swiglu_quantise
+from pplx_comm.trace import product
 
 Codes = tuple[torch.Tensor, torch.Tensor]
 
@@ -46,16 +47,19 @@ def _like(where: Segments, rows: torch.Tensor) -> tuple[bool, int, int]:
     return where.room > 0, rows_class(where.average(len(rows))), rows_class(len(rows))
 
 
+@product
 def forward(x: torch.Tensor, w: torch.Tensor, where: Segments, backend: str = "auto") -> torch.Tensor:
     """x @ w^T by expert: [rows, k] and [experts, n, k] to [rows, n]."""
     return _backend("forward", x, w, backend, where, x).forward(x, w, where)
 
 
+@product
 def dgrad(dy: torch.Tensor, w: torch.Tensor, where: Segments, backend: str = "auto") -> torch.Tensor:
     """dy @ w by expert: [rows, n] and [experts, n, k] to [rows, k]."""
     return _backend("dgrad", dy, w, backend, where, dy).dgrad(dy, w, where)
 
 
+@product
 def wgrad(
     dy: torch.Tensor, x: torch.Tensor, where: Segments, out: torch.Tensor, accumulate: bool = False, backend: str = "auto"
 ) -> torch.Tensor:
@@ -71,6 +75,7 @@ def takes_mx(w: Codes, where: Segments, backend: str) -> bool:
     return any(each.mx and each.takes(w[0], where) for each in scaled_backends())
 
 
+@product
 def scaled(
     x: Codes, w: Codes, where: Segments, *, transposed: bool = False, dtype: torch.dtype, backend: str = "auto"
 ) -> torch.Tensor:
@@ -113,6 +118,7 @@ class Apart:
         return scaled(swiglu_quantise(h, where), down, where, dtype=dtype, backend=self.backend)
 
 
+@product
 def through_experts(
     x: Codes, gate_up: Codes, down: Codes, where: Segments, *, dtype: torch.dtype, backend: str = "auto"
 ) -> torch.Tensor:

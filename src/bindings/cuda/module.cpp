@@ -11,6 +11,7 @@
 #include <vector>
 
 #include "bindings/bind_counters.h"
+#include "bindings/bind_trace.h"
 #include "bindings/bound_struct.h"
 #include "cuda/common/stages.h"
 #include "cuda/host/exchange.h"
@@ -355,6 +356,7 @@ void bind_carrier(py::module_& m);  // its host side
 #endif
 
 void bind(py::module_& m) {
+  bind_trace(m);
   m.def("device_count", &device_count, "CUDA devices that this process sees; 0 without a driver.");
   m.def("driver_version", &driver_version, "The CUDA version of the driver (13000 is 13.0); 0 without one.");
   m.def(

@@ -1,6 +1,7 @@
 // The calls of an Exchange that launch: from what Python gives to what a kernel takes.
 #include <algorithm>
 
+#include "../../host/trace.h"
 #include "../../protocol/hooks.h"
 #include "../large/tuning.h"
 #include "exchange.h"
@@ -137,6 +138,7 @@ DispatchArguments Exchange::arguments_of(const Launch& launch, const Tokens& tok
 }
 
 std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, const Outputs& outputs) {
+  TracedSpan traced((launch.halves & kSend) != 0 ? Traced::DispatchSend : Traced::DispatchRecv, config().object, kUnknownStep);
   const std::lock_guard<std::mutex> lock(mutex_);
   const Config& c = common_.c;
   const OnDevice on(device_);
@@ -184,6 +186,7 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
   }
   const auto before = static_cast<std::uint32_t>(here.open_steps());
   const std::uint32_t step = here.eager() ? steps_.open() : steps_.next();
+  if (here.eager()) traced.of(step);
   here.open(launch.buffer, here.eager() ? step : step + before, a.recv);
   return step;
 }
@@ -238,6 +241,7 @@ void Exchange::await_experts(const Launch& launch, std::uint32_t first, std::uin
 }
 
 void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const Result& result) {
+  const TracedSpan traced((launch.halves & kSend) != 0 ? Traced::CombineSend : Traced::CombineRecv, config().object, kUnknownStep);
   const std::lock_guard<std::mutex> lock(mutex_);
   const OnDevice on(device_);
   const cudaStream_t stream = launch.stream;

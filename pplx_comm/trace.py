@@ -1,0 +1,275 @@
+"""A timeline of what ranks do, for ui.perfetto.dev: one file, all ranks on rank 0's clock.
+
+    pplx_comm.trace.start()                  # on every rank
+    ...                                      # steps
+    pplx_comm.trace.write(comm, "job.pftrace")
+
+PPLX_COMM_TRACE=FILE does both without a change to the program, when a Communicator begins and closes. Ranks of one host append to
+one file; files of several hosts are joined by `cat`.
+
+A rank has a track for each of its threads, with the phases of a step (on a GPU their launches) and the products of MoE layers; one
+for each NIC, with the writes that it was given; and one with what the network said: a write has left, or one of a peer's is here,
+which an arrow joins to its post.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import functools
+import os
+import socket
+import sys
+import threading
+import time
+import weakref
+from collections import deque
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, ClassVar, NamedTuple, ParamSpec, Protocol, TypeVar
+
+import numpy as np
+
+import pplx_comm._core as _core
+from pplx_comm import perfetto
+from pplx_comm.control import deadlines
+from pplx_comm.control.plane import ControlPlane
+from pplx_comm.errors import Error
+from pplx_comm.log import log
+from pplx_comm.settings import Watching, read
+
+SPANS = 1 << 16
+"""The latest that a rank keeps, of each kind: 4 MB."""
+_SPAN = np.dtype([
+    ("begun", "u8"), ("ended", "u8"), ("flow", "u8"), ("bytes", "u8"),
+    ("what", "u4"), ("object", "u4"), ("step", "u4"), ("peer", "u4"), ("lane", "u4"), ("op", "u4"),
+])  # fmt: skip
+_PHASES = {1: "dispatch_send", 2: "dispatch_recv", 3: "combine_send", 4: "combine_recv", 5: "weights"}
+_POSTED, _SENT, _ARRIVED = 6, 7, 8
+_OPS = ("dispatch", "combine", "weights")
+_NO_STEP = 0xFFFFFFFF
+_PROBES = 8
+"""How often a rank asks for rank 0's clock: the quickest answer counts."""
+
+P = ParamSpec("P")
+R = TypeVar("R")
+
+
+class Traced(Protocol):
+    """A Communicator."""
+
+    rank: int
+    control: ControlPlane
+
+
+class _Call(NamedTuple):
+    name: str
+    begun: int
+    ended: int
+    thread: int
+
+
+class _Calls:
+    """Spans of Python code."""
+
+    on = False
+    found: ClassVar[deque[_Call]] = deque(maxlen=SPANS)
+
+
+def start() -> None:
+    """This process notes what it does from now on: a step costs a microsecond more."""
+    _Calls.found.clear()
+    for module in _modules():
+        module.start_trace(SPANS)
+    _Calls.on = True
+
+
+def stop() -> None:
+    """Notes no more. write() still has what was noted."""
+    _Calls.on = False
+    for module in _modules():
+        module.stop_trace()
+
+
+def write(comm: Traced, path: str | os.PathLike[str]) -> float:
+    """Appends what this rank has noted to the file, which is begun anew if it is of another job. Not collective: but rank 0's
+    Communicator must be open. Returns the error of this rank's clock, in seconds, at most half of the quickest answer's way."""
+    packets = _Packets(comm, _clock(comm.control) or _UNKNOWN)
+    _put(packets, comm, path)
+    return packets.error
+
+
+def _put(packets: _Packets, comm: Traced, path: str | os.PathLike[str]) -> None:
+    for module in _modules():
+        packets.add_spans(np.frombuffer(module.read_trace(), _SPAN), module.__name__.rsplit(".", 1)[-1])
+    packets.add_calls(list(_Calls.found))
+    try:
+        _append(Path(path), comm.control.job, packets.joined())
+    except OSError as problem:
+        raise Error(f"the timeline cannot be written to {path}: {problem.strerror}") from None
+
+
+def watch(comm: Traced) -> Callable[[], None]:
+    """Does what PPLX_COMM_TRACE says. Call what is returned before the Communicator closes."""
+    comm.control.answer("clock", _answer)
+    path = read(Watching).trace
+    if path is None:
+        return lambda: None
+    start()
+    weak, named = weakref.ref(comm), path.replace("%j", comm.control.job).replace("%h", socket.gethostname())
+    at_start: list[_Clock] = []  # rank 0 may have closed when this rank does
+    threading.Thread(target=_ask_early, args=(comm.control, at_start), name="pplx_comm clock", daemon=True).start()
+
+    def end() -> None:
+        if (mine := weak()) is None:
+            return
+        packets = _Packets(mine, _clock(mine.control) or (at_start[0] if at_start else _UNKNOWN))
+        try:
+            _put(packets, mine, named)
+        except Error as problem:
+            log.warning("PPLX_COMM_TRACE: %s", problem)
+        else:
+            log.info("the timeline of rank %d is in %s; its clock is right within %.0f us", mine.rank, named, packets.error * 1e6)
+
+    return end
+
+
+def product(call: Callable[P, R]) -> Callable[P, R]:
+    """A product of a MoE layer is in the timeline; on a GPU its launch is."""
+
+    @functools.wraps(call)
+    def traced(*args: P.args, **kwargs: P.kwargs) -> R:
+        if not _Calls.on:
+            return call(*args, **kwargs)
+        begun = time.monotonic_ns()
+        try:
+            return call(*args, **kwargs)
+        finally:
+            _Calls.found.append(_Call(f"product {call.__name__}", begun, time.monotonic_ns(), threading.get_native_id()))
+
+    return traced
+
+
+def _modules() -> list[Any]:
+    """Those that are in use: a timeline loads none."""
+    return [_core, *(sys.modules[name] for name in ("pplx_comm._cuda", "pplx_comm._nvshmem") if name in sys.modules)]
+
+
+# ---- clocks --------------------------------------------------------------------------------------------------------------------
+
+
+def _boot() -> str:
+    return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+
+
+def _answer() -> dict[str, Any]:
+    return {"boot": _boot(), "ns": time.monotonic_ns()}
+
+
+class _Clock(NamedTuple):
+    """offset: nanoseconds by which rank 0's clock is ahead of a rank's. error: seconds by which that may be wrong."""
+
+    offset: int
+    error: float
+
+
+_UNKNOWN = _Clock(0, float("inf"))
+
+
+def _clock(control: ControlPlane) -> _Clock | None:
+    """None: rank 0 does not tell. Processes of a host have one clock."""
+    if control.rank == 0:
+        return _Clock(0, 0.0)
+    quickest, offset = 1 << 62, 0
+    for _ in range(_PROBES):
+        asked = time.monotonic_ns()
+        with contextlib.suppress(Error):  # this rank is closing
+            answer = control.ask([0], "clock", deadlines.ASKED_JOB).get(0)
+            took = time.monotonic_ns() - asked
+            if answer is None:
+                break
+            if answer["boot"] == _boot():
+                return _Clock(0, 0.0)
+            if took < quickest:
+                quickest, offset = took, int(answer["ns"]) - (asked + took // 2)
+    return None if quickest == 1 << 62 else _Clock(offset, quickest / 2e9)
+
+
+def _ask_early(control: ControlPlane, found: list[_Clock]) -> None:
+    """Rank 0 may not be there yet."""
+    for _ in range(_PROBES):
+        clock = _clock(control)
+        if clock is not None:
+            found.append(clock)
+            return
+
+
+# ---- the file ------------------------------------------------------------------------------------------------------------------
+
+
+class _Packets:
+    """Those of one rank."""
+
+    def __init__(self, comm: Traced, clock: _Clock) -> None:
+        self._offset, self.error = clock
+        self._writer = comm.rank + 1
+        self._root = (comm.rank + 1) << 40
+        self._tracks: dict[str, int] = {}
+        self._found: list[tuple[tuple[int, int, int], bytes]] = []
+        within = "" if self.error == 0 else ", on its own clock" if clock is _UNKNOWN else f", within {self.error * 1e6:.0f} us"
+        name = f"rank {comm.rank} on {socket.gethostname()}{within}"
+        self._heads = [perfetto.process(self._writer, self._root, os.getpid(), name)]
+
+    def joined(self) -> bytes:
+        """In the order of time, in which what begins or ends at one instant still nests."""
+        return b"".join([*self._heads, *(packet for _, packet in sorted(self._found, key=lambda each: each[0]))])
+
+    def add_spans(self, spans: np.ndarray[Any, Any], module: str) -> None:
+        launches = "" if module == "_core" else "launch "
+        for span in spans:
+            begun, ended, what, peer = int(span["begun"]), int(span["ended"]), int(span["what"]), int(span["peer"])
+            said: list[tuple[str, int | str]] = [("all_to_all", int(span["object"]))]
+            if int(span["step"]) != _NO_STEP:
+                said.append(("step", int(span["step"])))
+            if what in _PHASES:
+                self._slice(f"thread {span['lane']}", launches + _PHASES[what], begun, ended, 0, said)
+                continue
+            op = _OPS[span["op"]]
+            said.append(("peer", peer))
+            if what == _POSTED:
+                said.append(("bytes", int(span["bytes"])))
+                self._slice(f"NIC {span['lane']}", f"{op} to rank {peer}", begun, ended, int(span["flow"]), said)
+            else:
+                name = f"{op} to rank {peer} has left" if what == _SENT else f"{op} of rank {peer} is here"
+                self._add("network", begun, (1, 0), perfetto.INSTANT, name, int(span["flow"]), said)
+
+    def add_calls(self, calls: list[_Call]) -> None:
+        for call in calls:
+            self._slice(f"thread {call.thread}", call.name, call.begun, call.ended, 0, [])
+
+    def _slice(self, track: str, name: str, begun: int, ended: int, flow: int, said: list[tuple[str, int | str]]) -> None:
+        ended = max(ended, begun + 1)
+        self._add(track, begun, (1, -ended), perfetto.BEGIN, name, flow, said)
+        self._add(track, ended, (0, -begun), perfetto.END)
+
+    def _add(
+        self, track: str, ns: int, order: tuple[int, int], kind: int, name: str = "", flow: int = 0,
+        said: Sequence[tuple[str, int | str]] = (),
+    ) -> None:  # fmt: skip
+        number = self._tracks.get(track)
+        if number is None:
+            number = self._tracks[track] = self._root + len(self._tracks) + 1
+            self._heads.append(perfetto.track(self._writer, number, self._root, track))
+        ns += self._offset
+        self._found.append(((ns, *order), perfetto.event(self._writer, number, ns, kind, name, flow, said)))
+
+
+def _append(path: Path, job: str, packets: bytes) -> None:
+    head = perfetto.process(1 << 20, 1 << 60, 0, f"job {job}")
+    with path.open("a+b") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
+        file.seek(0)
+        if file.read(len(head)) != head:
+            file.truncate(0)
+            file.write(head)
+        file.write(packets)
