@@ -7,15 +7,18 @@ for tests/gpu. Here are whole blocks of few tokens; each file beside this one ha
 from __future__ import annotations
 
 import subprocess
+from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trace_cases
 from cases import Case
 from emulation_cases import CHAOS, LARGE, ON_X86_64, PARTS, case_of, module, numbers
 from harness import Crew, Crews, allowed, seed
 from test_failure import left_in_shm
+from test_trace import Read
 
 pytestmark = ON_X86_64
 
@@ -227,3 +230,13 @@ def test_reset(transport: str, near: str, tmp_path: Path) -> None:
         assert [len(r["rounds"]) for r in crew.collect(120, [1, 3])] == [2, 2]
         crew.leave()
         assert left_in_shm(crew) == []
+
+
+def test_launches_in_a_timeline(tmp_path: Path) -> None:
+    file = tmp_path / "job.pftrace"
+    with Crew(2) as crew:
+        crew.run(
+            "emulated:call", module(), "trace_cases:record", Case(12, 2, transport="proxy:tcp", max_tokens=8, steps=8), str(file)
+        )
+    names = Counter(each[2] for each in Read(file).slices)
+    assert names["launch dispatch_send"] == names["launch combine_send"] == 2 * trace_cases.STEPS, names

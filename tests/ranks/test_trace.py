@@ -106,3 +106,9 @@ def test_no_file(tmp_path: Path) -> None:
     with Crew(1) as crew:
         [r] = crew.run("trace_cases:no_file", str(tmp_path / "absent" / "x"))
     assert r["is_error"] and "absent/x: No such file" in r["message"], r
+
+
+def test_ranges_of_the_profiler() -> None:
+    with Crew(1) as crew:
+        [names] = crew.run("trace_cases:ranges", Case(13, 1, steps=3))
+    assert {"pplx_comm.dispatch", "pplx_comm.combine"} <= set(names), names

@@ -74,3 +74,12 @@ def products(me: Any, path: str) -> None:
 def no_file(me: Any, path: str) -> dict[str, Any]:
     trace.start()
     return raised(lambda: trace.write(me.comm, path))
+
+
+def ranges(me: Any, case: Case) -> list[str]:
+    with open_all_to_all(me, case) as a2a:
+        good = Good(me, case, a2a)
+        good.step()
+        with torch.profiler.profile() as profile:
+            good.step()
+        return [event.key for event in profile.key_averages()]
