@@ -7,9 +7,9 @@
 PPLX_COMM_TRACE=FILE does both without a change to the program, when a Communicator begins and closes. Ranks of one host append to
 one file; files of several hosts are joined by `cat`.
 
-A rank has a track for each of its threads, with the phases of a step (on a GPU their launches) and the products of MoE layers; one
-for each NIC, with the writes that it was given; and one with what the network said: a write has left, or one of a peer's is here,
-which an arrow joins to its post.
+A rank has a track for each of its threads, with the phases of a step (on a GPU their launches) and the products of MoE layers; on a
+GPU one for each set of an AllToAll, with its kernels, but not those of graphs from before start(); one for each NIC, with the writes
+that it was given; and one with what the network said: a write has left, or a peer's is here, which an arrow joins to its post.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _SPAN = np.dtype([
     ("what", "u4"), ("object", "u4"), ("step", "u4"), ("peer", "u4"), ("lane", "u4"), ("op", "u4"),
 ])  # fmt: skip
 _PHASES = {1: "dispatch_send", 2: "dispatch_recv", 3: "combine_send", 4: "combine_recv", 5: "weights"}
-_POSTED, _SENT, _ARRIVED = 6, 7, 8
+_POSTED, _SENT, _ARRIVED, _KERNEL = 6, 7, 8, 9
 _OPS = ("dispatch", "combine", "weights")
 _NO_STEP = 0xFFFFFFFF
 _PROBES = 8
@@ -62,6 +62,14 @@ class Traced(Protocol):
     control: ControlPlane
 
 
+class Kernels(Protocol):
+    """An AllToAll on a GPU."""
+
+    def note_kernels(self) -> None: ...
+
+    def tell_kernels(self) -> None: ...
+
+
 class _Call(NamedTuple):
     name: str
     begun: int
@@ -73,6 +81,7 @@ class _Calls:
     """Spans of Python code."""
 
     on = False
+    on_gpus: ClassVar[weakref.WeakSet[Kernels]] = weakref.WeakSet()
     found: ClassVar[deque[_Call]] = deque(maxlen=SPANS)
 
 
@@ -81,11 +90,28 @@ def start() -> None:
     _Calls.found.clear()
     for module in _modules():
         module.start_trace(SPANS)
+    for one in list(_Calls.on_gpus):
+        one.note_kernels()
     _Calls.on = True
+
+
+def add(one: Kernels) -> None:
+    """A timeline has its kernels, too."""
+    _Calls.on_gpus.add(one)
+    if _Calls.on:
+        one.note_kernels()
+
+
+def drop(one: Kernels) -> None:
+    """Before it closes."""
+    _Calls.on_gpus.discard(one)
+    one.tell_kernels()
 
 
 def stop() -> None:
     """Notes no more. write() still has what was noted."""
+    for one in list(_Calls.on_gpus):
+        one.tell_kernels()
     _Calls.on = False
     for module in _modules():
         module.stop_trace()
@@ -100,6 +126,8 @@ def write(comm: Traced, path: str | os.PathLike[str]) -> float:
 
 
 def _put(packets: _Packets, comm: Traced, path: str | os.PathLike[str]) -> None:
+    for one in list(_Calls.on_gpus):
+        one.tell_kernels()
     for module in _modules():
         packets.add_spans(np.frombuffer(module.read_trace(), _SPAN), module.__name__.rsplit(".", 1)[-1])
     packets.add_calls(list(_Calls.found))
@@ -233,6 +261,10 @@ class _Packets:
                 said.append(("step", int(span["step"])))
             if what in _PHASES:
                 self._slice(f"thread {span['lane']}", launches + _PHASES[what], begun, ended, 0, said)
+                continue
+            if what == _KERNEL:
+                of_set = f"GPU, AllToAll {span['object']}, set {span['lane']}"
+                self._slice(of_set, "kernel " + _PHASES[int(span["op"])], begun, ended, 0, said)
                 continue
             op = _OPS[span["op"]]
             said.append(("peer", peer))

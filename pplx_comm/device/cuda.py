@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import pplx_comm._core as _core
+from pplx_comm import trace
 from pplx_comm.device.arguments import Returned, Sent
 from pplx_comm.device.checks import Checks
 from pplx_comm.device.parts import Tickets, parts_of
@@ -148,6 +149,7 @@ class Cuda:
             self.core.use_hooks()
         optional = ("scale", "offsets", "weights", "topk_ids", "topk_weights", "num_rows")
         self.absent = {name for name in optional if name not in self.parts}  # tensors that this layout and wire do not have
+        trace.add(self)
 
     def drain(self, seconds: float) -> None:
         """Stops running kernels, and waits for them; also for graph replays on the current stream."""
@@ -172,6 +174,13 @@ class Cuda:
 
     def end_calls(self) -> None:
         """No call waits: each returns when it has launched."""
+        trace.drop(self)
+
+    def note_kernels(self) -> None:
+        self.core.note_kernels()
+
+    def tell_kernels(self) -> None:
+        self.core.tell_kernels()
 
     def close(self) -> None:
         self.core = CLOSED  # type: ignore[assignment]

@@ -239,4 +239,5 @@ def test_launches_in_a_timeline(tmp_path: Path) -> None:
             "emulated:call", module(), "trace_cases:record", Case(12, 2, transport="proxy:tcp", max_tokens=8, steps=8), str(file)
         )
     names = Counter(each[2] for each in Read(file).slices)
-    assert names["launch dispatch_send"] == names["launch combine_send"] == 2 * trace_cases.STEPS, names
+    for what in ("launch", "kernel"):
+        assert names[f"{what} dispatch_send"] == names[f"{what} combine_send"] == 2 * trace_cases.STEPS, names

@@ -271,7 +271,10 @@ void bind_exchange(py::module_& m) {
       .def(
           "stamp", [](Exchange& e, Address stamps, std::uint32_t steps) { e.stamp(pointer<std::uint64_t>(stamps), steps); },
           py::arg("stamps"), py::arg("steps"),
-          "Device memory, int64 [steps, 2]: when the dispatch and the combine of each step began, in ns; 0 ends it.")
+          "Device memory, int64 [steps, 4, 3]: when the dispatch, its receive half, the combine and its receive half began and ended, "
+          "in ns, and the step; 0 ends it.")
+      .def("note_kernels", &Exchange::note_kernels, Unlocked(), "A timeline has the kernels that are launched from now on.")
+      .def("tell_kernels", &Exchange::tell_kernels, Unlocked(), "Adds those that have ended to what read_trace() returns.")
       .def(
           "fail",
           [](Exchange& e, const std::string& reason, int origin, int peer, std::uint32_t step, const std::string& message) {

@@ -102,6 +102,10 @@ struct DeviceCounters {
   unsigned long long large[kAwaited];                             // launches, halves too
 };
 
+// Launches of a step that a timeline tells apart: both halves of a dispatch and of a combine. One launch of both counts as the first.
+inline constexpr std::uint32_t kLaunchesOfStep = 4;
+inline constexpr std::uint32_t kStampBegun = 0, kStampEnded = 1, kStampStep = 2, kStampWords = 3;   // words of a stamp
+
 // Common to all launches of an AllToAll.
 struct Common {
   Config c;
@@ -142,7 +146,7 @@ struct Common {
   Control* control = nullptr;
   Report* report = nullptr;
   PartSizes dispatch_parts, combine_parts;  // blocks for other nodes have them
-  std::uint64_t* stamps = nullptr;  // bench: when each launch began, [step mod stamp_steps][dispatch, combine]
+  std::uint64_t* stamps = nullptr;  // benchmarks and timelines: [step mod stamp_steps][kLaunchesOfStep][kStampWords]
   DeviceCounters* counters = nullptr;  // none: nothing is counted
   std::uint32_t stamp_steps = 0;
   std::uint64_t rails = 0;  // remote peers that have slots here: with relays not all have

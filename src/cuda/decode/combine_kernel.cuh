@@ -43,7 +43,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(
     close_set(k, step);
   }
   mark_stage(k, Stage::CombineEnds);
-  stamp(k, Op::Combine, step, begun);
+  stamp(k, Op::Combine, step, a.send, begun);
   end_launch(k, Op::Combine, a.send, a.recv, false, begun);
 }
 

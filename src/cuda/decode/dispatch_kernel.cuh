@@ -72,7 +72,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_con
     if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);
   }
   mark_stage(k, Stage::DispatchEnds);
-  stamp(k, Op::Dispatch, step, begun);
+  stamp(k, Op::Dispatch, step, a.send, begun);
   end_launch(k, Op::Dispatch, a.send, a.recv, false, begun);
 }
 

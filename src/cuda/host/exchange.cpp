@@ -263,6 +263,7 @@ Exchange::~Exchange() {
   cudaFree(common_.puts);
 #endif
   cudaFreeHost(common_.report);
+  timeline_.reset();
   cudaStreamDestroy(own_stream_);
   cudaGetLastError();
   cudaSetDevice(before);
@@ -552,6 +553,18 @@ void Exchange::note_stages(std::uint64_t* stages, std::uint32_t warps) {
   common_.stage_warps = warps;
 }
 #endif
+
+void Exchange::note_kernels() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  const OnDevice on(device_);
+  if (timeline_ == nullptr) timeline_ = std::make_unique<Timeline>(own_stream_);
+  stamp(timeline_->stamps(), Timeline::kSteps);
+}
+
+void Exchange::tell_kernels() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  if (timeline_ != nullptr) timeline_->tell(common_.c);
+}
 
 void Exchange::stamp(std::uint64_t* stamps, std::uint32_t steps) {
   common_.stamps = stamps;

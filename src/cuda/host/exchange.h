@@ -24,6 +24,7 @@
 #include "launch_table.h"
 #include "launches.h"
 #include "memory/shared_memory.h"
+#include "timeline.h"
 
 namespace pplx::cuda {
 
@@ -146,7 +147,9 @@ class Exchange {
 #ifdef PPLX_CUDA_STAGES
   void note_stages(std::uint64_t* stages, std::uint32_t warps);  // device memory, [stage][warps]
 #endif
-  void stamp(std::uint64_t* stamps, std::uint32_t steps);  // device memory, [steps][dispatch, combine]: when each launch began
+  void stamp(std::uint64_t* stamps, std::uint32_t steps);  // Common::stamps
+  void note_kernels();  // in a timeline, from the next launches on that are not in a graph yet
+  void tell_kernels();  // to this module's Trace, those that have ended
 
  private:
   void listen();
@@ -195,6 +198,7 @@ class Exchange {
   void for_each_signal(const Visit& visit) const;   // visit(set, op, part, peer, number among those that were read)
 #endif
   FirstFailure first_;
+  std::unique_ptr<Timeline> timeline_;
   const ForkCheck fork_;
   std::shared_ptr<HostHeap> host_;
   Relays relays_;

@@ -99,6 +99,7 @@ bool can_combine_large(const Config& config, std::uint32_t shared_bytes);
 
 cudaError_t load_hooks();
 cudaError_t launch_clear_hooks(std::uint32_t* words, std::uint32_t count, cudaStream_t stream);
+cudaError_t launch_clock(std::uint64_t* now, cudaStream_t stream);
 cudaError_t launch_await_experts(const AwaitedExperts& awaited, cudaStream_t stream);
 cudaError_t launch_count_routing(const RoutingCounts& a, bool wide_ids, cudaStream_t stream);
 

@@ -133,7 +133,7 @@ __global__ void __launch_bounds__(How::kThreads, 1) combine(const __grid_constan
   if (a.recv) close_set(k, step);
   mark_stage(k, Stage::CombineEnds);
   SpanTimer::end(k);
-  stamp(k, Op::Combine, step, begun);
+  stamp(k, Op::Combine, step, a.send, begun);
   end_launch(k, Op::Combine, a.send, a.recv, true, begun);
 }
 
