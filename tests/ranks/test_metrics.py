@@ -69,7 +69,7 @@ def test_top(tmp_path: Path, files: bool) -> None:
 
 @pytest.mark.parametrize("what", ["rank", "nic", "link"])
 def test_who_is_slow(what: str) -> None:
-    """Ranks on three nodes, of which a rank, a link, or all links of a node are late: top names it after most groups of steps, and
+    """Ranks on three nodes, of which a rank, a link, or all links of a node are late: top names it after most groups of steps,
     nothing else after as many."""
     times, steps, one, other = 12, 4, 1, 4
     node = {2, 3}
