@@ -91,7 +91,7 @@ def test_a_late_rank(transport: str) -> None:
 
 @pytest.mark.parametrize("call", ["barrier", "agree", "reset"])
 def test_a_collective_call(call: str) -> None:
-    """Ranks that are in one say so, and whom they wait for; no rank does when it is over."""
+    """Ranks that are in one say so, and for which rank they wait; none says so when it is over."""
     with Crew(4) as crew:
         crew.start("dump_cases:waits_in", Case(21, 4), call)
         pids, job = started(crew)

@@ -69,8 +69,8 @@ def test_top(tmp_path: Path, files: bool) -> None:
 
 @pytest.mark.parametrize("what", ["rank", "nic", "link"])
 def test_who_is_slow(what: str) -> None:
-    """Ranks on three nodes, of which a rank, a link, or all links of a node are late: top names it after most groups of steps,
-    nothing else after as many."""
+    """Ranks on three nodes, of which a rank, a link, or all links of a node are late. Top names it after most groups of steps, and
+    more often than anything else."""
     times, steps, one, other = 12, 4, 1, 4
     node = {2, 3}
     pairs = {"rank": [], "link": [(one, other)], "nic": [(a, b) for a in range(6) for b in range(6) if (a in node) != (b in node)]}

@@ -1,4 +1,4 @@
-"""What `python -m pplx_comm top` says of a rank, a NIC and a link that are late by known amounts, in the simulation's clock."""
+"""`python -m pplx_comm top` names a rank, a NIC and a link that are late by known amounts, in the simulation's clock."""
 
 from __future__ import annotations
 
