@@ -27,9 +27,10 @@ def own() -> Account:
 
 @dataclass
 class Step:
-    """A step that is open on a rank."""
+    """A step that is open on a rank, or a collective call that it is in."""
 
-    number: int
+    number: int | None
+    """None: a call."""
     at: str
     """The call that it is in, or the last that ended."""
     running: bool
@@ -43,6 +44,10 @@ class Step:
     def __str__(self) -> str:
         since = "" if self.us is None else f" for {_seconds(self.us)}" if self.running else f" {_seconds(self.us)} ago"
         return f"{'in' if self.running else 'after'} {self.at}{since}"
+
+    @property
+    def name(self) -> str:
+        return "it" if self.number is None else f"step {self.number}"
 
 
 @dataclass
@@ -78,7 +83,7 @@ class Rank:
 
     def doing(self) -> list[str]:
         """Lines for a rank that others wait for, and that waits for none itself."""
-        said = [f"step {step.number} is {step}" for step in self.steps] or ["it is in no step"]
+        said = [f"{step.name} is {step}" for step in self.steps] or ["it is in no step"]
         if self.account["python_held"]:
             said.append("no Python runs: a call into C keeps the interpreter's lock")
         said += [f"{proxy} stands still, inside of the provider or without a core" for proxy in self.stuck_proxies()]
@@ -105,6 +110,8 @@ def jobs(accounts: Iterable[Account]) -> dict[str, dict[int, Rank]]:
             if "job" not in facts:
                 continue
             rank = found.setdefault(facts["job"], {}).setdefault(facts["rank"], Rank(facts["rank"], facts["world_size"], account))
+            if "call" in facts:
+                rank.steps.append(Step(None, facts["call"], True, None, facts["peers"], "the same call"))
             if told is None:
                 continue
             rank.all_to_alls.append({**facts, **told})
@@ -125,7 +132,9 @@ def table(ranks: dict[int, Rank], numbers: Iterable[int]) -> list[str]:
         rank = ranks[number]
         for step in rank.steps:
             waits = f"{_ranks(step.peers)}: {step.what}" if step.peers else ""
-            lines.append(f"{number:>4}  {rank.where:<20} {step.number:>10}  {step!s:<34} {waits}".rstrip())
+            lines.append(
+                f"{number:>4}  {rank.where:<20} {'-' if step.number is None else step.number:>10}  {step!s:<34} {waits}".rstrip()
+            )
         if not rank.steps:
             lines.append(f"{number:>4}  {rank.where:<20} {'-':>10}  in no step, but in {rank.place}".removesuffix(", but in "))
     return lines
@@ -174,7 +183,7 @@ def whole(ranks: dict[int, Rank], world_size: int, job: str) -> str:
 
 def _towards(rank: Rank, peer: int) -> str:
     step = next(step for step in rank.steps if peer in step.peers)
-    return f"{step.at} of step {step.number}"
+    return step.at if step.number is None else f"{step.at} of {step.name}"
 
 
 def _cycle(waiting: dict[int, set[int]]) -> list[int]:

@@ -168,6 +168,7 @@ class Communicator:
 
         job: a name that all ranks of this Communicator have, and no other one.
         rank, world_size: of this Communicator.
+        node: `node_rank`.
         generation: how often the ranks that are left have agreed, by reset().
         alive: the ranks that neither died nor left, as far as this one knows.
         failures: how often each kind of Failure was heard of.
@@ -176,6 +177,7 @@ class Communicator:
         return {
             "job": self.control.job,
             "rank": self.rank,
+            "node": self.node_rank,
             "world_size": self.world_size,
             "generation": self.control.generation,
             "alive": [rank for rank, alive in enumerate(self.control.alive()) if alive],

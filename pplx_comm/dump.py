@@ -84,6 +84,10 @@ def details(rank: Rank) -> Iterator[str]:
             yield f"{one['what']}: {one['problem']}"
             continue
         yield f"{one['what']}, device={one['device']!r}, generation {one['generation']}, next step {one['next_step']}"
+        for tokens, launches in one["launches"]:
+            for launch in launches:
+                grid = f"{launch['grid']} x {launch['block']} threads, {launch['shared_bytes']} bytes shared"
+                yield f"  {launch['call']} of {tokens} tokens: {launch['kernel']}, {grid}: {launch['why']}"
         for name in ("dispatched", "combined"):
             yield f"  last step that came, {name}: " + " ".join("-" if step is None else str(step) for step in one[name])
         if one["last"]:

@@ -80,9 +80,10 @@ def families(stats: dict[str, Any]) -> list[Family]:
     f = _Families(rank)
     f.gauge(
         "job",
-        "Always 1. The label is the same on all ranks of a Communicator, and another one's is different.",
+        "Always 1. The label job is the same on all ranks of a Communicator, and another one's is different; node is the rank's.",
         1,
         job=stats["job"],
+        node=stats["node"],
     )
     f.gauge("world_size", "Ranks of the Communicator.", stats["world_size"])
     f.gauge("alive_ranks", "Ranks that neither died nor left, as far as this one knows.", len(stats["alive"]))

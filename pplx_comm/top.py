@@ -27,6 +27,10 @@ LATE, HOT = 4.0, 8.0
 """A wait stands out that is longer than LATE usual ones, and an expert with more than HOT times the mean of rows."""
 LEAST_MS = 0.02
 """Shorter waits of a step never stand out."""
+BEHIND = 0.75
+"""A rank is behind another one, not late itself, if it waits for that one at least this share of what the others wait for it."""
+ALONE = 1.5
+"""A rank waits this many times as long as the others for a rank that is behind it: the link between them is slow in both ways."""
 LEAST_ROWS = 16
 """The mean of an object's experts from which one may be hot."""
 
@@ -46,6 +50,7 @@ class Reading:
     at: float
     job: str = ""
     rank: int = 0
+    node: int = 0
     world_size: int = 0
     alive: int = 0
     steps: float = 0
@@ -70,6 +75,7 @@ class Rank:
     """Rows, by object and local expert."""
     nics: dict[str, float]
     """Bytes."""
+    node: int = 0
 
 
 def parse(text: str, at: float) -> Reading:
@@ -78,7 +84,7 @@ def parse(text: str, at: float) -> Reading:
     for name, labelled, said in _SAMPLE.findall(text):
         labels, value = dict(_LABEL.findall(labelled)), float(said)
         if name == "job":
-            r.job, r.rank = labels["job"], int(labels["rank"])
+            r.job, r.rank, r.node = labels["job"], int(labels["rank"]), int(labels["node"])
         elif name == "world_size":
             r.world_size = int(value)
         elif name == "alive_ranks":
@@ -147,16 +153,16 @@ def between(before: Reading, after: Reading) -> Rank:
     waits = {peer: 1e3 * (waited - before.waits.get(peer, 0.0)) / max(steps, 1.0) for peer, waited in after.waits.items()}
     experts = {of: rows - before.experts.get(of, 0.0) for of, rows in after.experts.items()}
     nics = {nic: nbytes - before.nics.get(nic, 0.0) for nic, nbytes in after.nics.items()}
-    return Rank(after.rank, steps, after.at - before.at, after.open_steps, after.alive, waits, experts, nics)
+    return Rank(after.rank, steps, after.at - before.at, after.open_steps, after.alive, waits, experts, nics, after.node)
 
 
 def waited_for(ranks: Iterable[Rank]) -> dict[int, float]:
-    """Milliseconds of a step for which a rank is waited for: the median of those that wait."""
+    """Milliseconds of a step for which a rank is waited for: the lower median of those that wait."""
     by_peer: dict[int, list[float]] = {}
     for rank in ranks:
         for peer, ms in rank.waits.items():
             by_peer.setdefault(peer, []).append(ms)
-    return {peer: statistics.median(waits) for peer, waits in by_peer.items()}
+    return {peer: statistics.median_low(waits) for peer, waits in by_peer.items()}
 
 
 def verdicts(ranks: list[Rank], world_size: int) -> list[str]:
@@ -171,23 +177,52 @@ def verdicts(ranks: list[Rank], world_size: int) -> list[str]:
 
 
 def _late(ranks: list[Rank]) -> Iterator[str]:
-    """Ranks for which all others wait, then links over which one rank waits for one other."""
+    """Ranks for which all others wait, then NICs, then links over which one rank waits for one other."""
     usual = waited_for(ranks)
-    late = set()
+    waits = {r.rank: r.waits for r in ranks}
+    late: set[int] = set()
+    behind: dict[int, int] = {}
     for rank, ms in usual.items():
         others = [each for other, each in usual.items() if other != rank]
-        if others and ms > max(LEAST_MS, LATE * statistics.median(others)):
-            late.add(rank)
-            each = statistics.median(others)
-            yield f"rank {rank} is late: the others wait {ms:.3g} ms a step for it, and {each:.2g} for each other"
+        if not others or ms <= max(LEAST_MS, LATE * statistics.median(others)):
+            continue
+        source, most = max(waits.get(rank, {}).items(), key=lambda wait: wait[1], default=(rank, 0.0))
+        if most >= BEHIND * ms:
+            behind[rank] = source
+            continue
+        late.add(rank)
+        each = statistics.median(others)
+        yield f"rank {rank} is late: the others wait {ms:.3g} ms a step for it, and {each:.2g} for each other"
+    slow: set[int] = set()
+    for name, members, ms, each in _slow_nics([r for r in ranks if r.rank not in late]):
+        if not members & slow:
+            slow |= members
+            yield f"NIC of {name} is slow: it and other nodes wait {ms:.3g} ms a step for each other, and those {each:.2g}"
+    for r in ranks:
+        own = {peer: ms for peer, ms in r.waits.items() if peer not in late}
+        for peer, ms in own.items():
+            limit = usual[peer] * (ALONE if behind.get(peer) == r.rank else LATE)
+            if ms > max(LEAST_MS, limit, LATE * statistics.median_low(own.values())) and not {peer, r.rank} & slow:
+                yield f"link {peer} -> {r.rank} is slow: {r.rank} waits {ms:.3g} ms a step for {peer}, others {usual[peer]:.2g}"
+
+
+def _slow_nics(ranks: list[Rank]) -> Iterator[tuple[str, set[int], float, float]]:
+    """Nodes, then ranks, that wait for all other nodes and all of them for these, while those do not wait for each other."""
+    node = {r.rank: r.node for r in ranks}
+    members_of = {n: {rank for rank, of in node.items() if of == n} for n in set(node.values())}
+    between: dict[tuple[int, int, str], list[float]] = {}
     for r in ranks:
         for peer, ms in r.waits.items():
-            others = [each for other, each in r.waits.items() if other not in late | {peer}]
-            if peer in late or not others:
-                continue
-            limit = max(LEAST_MS, LATE * usual[peer], LATE * statistics.median(others))
-            if len(ranks) > 2 and ms > limit:
-                yield f"link {peer} -> {r.rank} is slow: {r.rank} waits {ms:.3g} ms a step for {peer}, others {usual[peer]:.2g}"
+            if node.get(peer, r.node) != r.node:
+                between.setdefault((r.rank, node[peer], "waits"), []).append(ms)
+                between.setdefault((peer, r.node, "is waited for"), []).append(ms)
+    usual = {of: statistics.median_low(waits) for of, waits in between.items()}
+    named = {f"node {n}": members for n, members in members_of.items() if len(members) > 1} | {f"rank {r}": {r} for r in node}
+    for name, members in named.items():
+        least = min((ms for (rank, _, _), ms in usual.items() if rank in members), default=0.0)
+        others = [ms for (rank, there, _), ms in usual.items() if rank not in members and not members_of[there] <= members]
+        if others and least > max(LEAST_MS, LATE * statistics.median(others)):
+            yield name, members, least, statistics.median(others)
 
 
 def _hot(ranks: list[Rank]) -> Iterator[str]:

@@ -52,7 +52,7 @@ double probability(const std::string& item, const std::string& text) {
 ChaosOptions::Cut cut(const std::string& item, const std::string& text, bool silent) {
   const std::size_t dash = text.find('-'), at = text.find('@');
   if (dash == std::string::npos || at == std::string::npos || dash > at)
-    refuse(item, "must be two ranks and a number of writes, like 0-2@100");
+    refuse(item, "must be two ranks and a number, like 0-2@100");
   ChaosOptions::Cut cut;
   cut.silent = silent;
   const std::uint64_t a = number(item, text.substr(0, dash)), b = number(item, text.substr(dash + 1, at - dash - 1));
@@ -97,9 +97,12 @@ ChaosOptions parse_chaos(const std::string& text) {
     else if (name == "seed") options.seed = number(item, value);
     else if (name == "delay_us") options.delay_us = static_cast<std::uint32_t>(std::min(number(item, value), kLongestDelay));
     else if (name == "kill" || name == "mute") options.cuts.push_back(cut(item, value, name == "mute"));
-    else if (name == "stall") options.stalls.push_back(stall(item, value));
+    else if (name == "late") {
+      const ChaosOptions::Cut link = cut(item, value, false);
+      options.lates.push_back({link.a, link.b, static_cast<std::uint32_t>(std::min(link.after, kLongestDelay))});
+    } else if (name == "stall") options.stalls.push_back(stall(item, value));
     else
-      refuse(item, "is unknown: there are seed, delay, delay_us, shuffle, split, duplicate, replay, again, kill, mute and stall");
+      refuse(item, "is unknown: there are seed, delay, delay_us, shuffle, split, duplicate, replay, again, kill, mute, stall and late");
   }
   return options;
 }
@@ -115,6 +118,8 @@ std::string to_text(const ChaosOptions& options) {
   for (const ChaosOptions::Cut& c : options.cuts)
     text += (c.silent ? ",mute=" : ",kill=") + std::to_string(c.a) + "-" + std::to_string(c.b) + "@" + std::to_string(c.after);
   for (const ChaosOptions::Stall& s : options.stalls) text += ",stall=" + std::to_string(s.rank) + "@" + std::to_string(s.after);
+  for (const ChaosOptions::Late& l : options.lates)
+    text += ",late=" + std::to_string(l.from) + "-" + std::to_string(l.to) + "@" + std::to_string(l.us);
   return text;
 }
 
@@ -132,6 +137,12 @@ ChaosFabric::Clock::time_point ChaosFabric::due_after(Clock::time_point now) {
   if (!chance(options_.delay) || options_.delay_us == 0) return now;
   ++counts_.delayed;
   return now + std::chrono::microseconds(1 + below(options_.delay_us));
+}
+
+std::chrono::microseconds ChaosFabric::late_to(int peer) const {
+  for (const ChaosOptions::Late& l : options_.lates)
+    if (l.from == rank_ && l.to == peer) return std::chrono::microseconds(l.us);
+  return {};
 }
 
 // The link to that peer, if it is cut by now.
@@ -208,7 +219,7 @@ void ChaosFabric::divide(std::uint64_t id, Operation& operation) {
   std::sort(ends.begin(), ends.end());
   ends.push_back(w.bytes);
   operation.pieces = pieces;
-  const Clock::time_point now = now_();
+  const Clock::time_point now = now_() + late_to(w.peer);
   const Immediate whole = unpack(w.immediate);
   std::size_t begin = 0;
   for (std::uint32_t i = 0; i < pieces; ++i) {

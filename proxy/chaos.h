@@ -30,6 +30,12 @@ struct ChaosOptions {
     std::uint64_t after = 0;
   };
 
+  // Every write of a rank to another one leaves that much later.
+  struct Late {
+    int from = 0, to = 0;
+    std::uint32_t us = 0;
+  };
+
   std::uint64_t seed = 1;
   double delay = 0.2;           // share of writes, and again of completions, that wait up to delay_us
   std::uint32_t delay_us = 200;
@@ -40,6 +46,7 @@ struct ChaosOptions {
   double again = 0.2;           // share of posts that are refused, and some after them
   std::vector<Cut> cuts;
   std::vector<Stall> stalls;
+  std::vector<Late> lates;
 };
 
 // Parses "seed=7,delay=0.5,kill=0-2@100"; omitted settings keep their defaults. Throws std::invalid_argument that says what is
@@ -109,6 +116,7 @@ class ChaosFabric final : public Fabric {
   bool chance(double probability);
   std::size_t below(std::size_t n) { return static_cast<std::size_t>(random() % n); }
   Clock::time_point due_after(Clock::time_point now);
+  std::chrono::microseconds late_to(int peer) const;
   const ChaosOptions::Cut* cut_to(int peer) const;
   std::uint32_t pieces_of(const Write& write) const;
   void divide(std::uint64_t id, Operation& operation);

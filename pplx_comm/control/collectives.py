@@ -11,6 +11,7 @@ from pplx_comm.control.frames import FrameError, Kind, decode, encode, frame
 from pplx_comm.control.inbox import Call, Descriptors, close_fds
 from pplx_comm.control.mesh import Mesh
 from pplx_comm.control.sockets import remaining
+from pplx_comm.control.waiting import Waiting
 from pplx_comm.errors import Error, PeerError, StepTimeout
 
 
@@ -106,28 +107,30 @@ def _open(mesh: Mesh, tag: str, ranks: Iterable[int] | None) -> tuple[Call, list
 def _wait_for(mesh: Mesh, others: Sequence[int], has_come: Callable[[int], bool], call: Call, timeout: float) -> None:
     """Returns when all have come. Messages from before a failure count: a rank may leave right after its last one."""
     deadline, busy = time.monotonic() + timeout, False
-    while True:
-        missing = [rank for rank in others if not has_come(rank)]
-        if not missing:
-            return
-        mesh.check_usable()
-        mesh.raise_if_failed()
-        if mesh.generation != call.generation:
-            raise Error(f"{call.tag!r} was cut off: another thread of this rank called reset()")
-        for rank in missing:
-            if rank in mesh.lost:
-                raise PeerError(f"{call.tag!r} cannot complete: {mesh.lost[rank].message}", peer=rank, phase=call.tag)
-        busy, was_busy = mesh.someone_is_busy(), busy
-        if busy or was_busy:  # the time begins when no rank is busy
-            deadline = time.monotonic() + timeout
-        if not remaining(deadline):
-            raise StepTimeout(
-                f"rank {mesh.rank} waited {timeout:.3g} s in {call.tag!r} for "
-                f"{'; '.join(mesh.inbox.whereabouts(rank, call) for rank in missing[:16])}. "
-                "Every rank must make the same collective calls in the same order",
-                peer=missing[0],
-                phase=call.tag,
-                expected=sorted([*others, mesh.rank]),
-                seen=sorted([*set(others) - set(missing), mesh.rank]),
-            )
-        mesh.condition.wait(remaining(deadline))
+    with Waiting(mesh, call.tag) as waiting:
+        while True:
+            missing = [rank for rank in others if not has_come(rank)]
+            if not missing:
+                return
+            waiting.tell(missing)
+            mesh.check_usable()
+            mesh.raise_if_failed()
+            if mesh.generation != call.generation:
+                raise Error(f"{call.tag!r} was cut off: another thread of this rank called reset()")
+            for rank in missing:
+                if rank in mesh.lost:
+                    raise PeerError(f"{call.tag!r} cannot complete: {mesh.lost[rank].message}", peer=rank, phase=call.tag)
+            busy, was_busy = mesh.someone_is_busy(), busy
+            if busy or was_busy:  # the time begins when no rank is busy
+                deadline = time.monotonic() + timeout
+            if not remaining(deadline):
+                raise StepTimeout(
+                    f"rank {mesh.rank} waited {timeout:.3g} s in {call.tag!r} for "
+                    f"{'; '.join(mesh.inbox.whereabouts(rank, call) for rank in missing[:16])}. "
+                    "Every rank must make the same collective calls in the same order",
+                    peer=missing[0],
+                    phase=call.tag,
+                    expected=sorted([*others, mesh.rank]),
+                    seen=sorted([*set(others) - set(missing), mesh.rank]),
+                )
+            mesh.condition.wait(remaining(deadline))

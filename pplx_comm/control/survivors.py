@@ -11,13 +11,16 @@ from pplx_comm.control.agreement import Agreement
 from pplx_comm.control.connection import Connection
 from pplx_comm.control.frames import FrameError, Kind, field, json_frame
 from pplx_comm.control.sockets import remaining
+from pplx_comm.control.waiting import Waiting
 from pplx_comm.errors import PeerError, StepTimeout
 
 
 class Group(Protocol):
     """The ranks that agree, and how to reach them: the mesh."""
 
+    job: str
     rank: int
+    world_size: int
     condition: threading.Condition
     generation: int
     members: frozenset[int]
@@ -43,7 +46,7 @@ class Survivors:
         """
         group = self._group
         deadline = time.monotonic() + timeout
-        with group.condition:
+        with group.condition, Waiting(group, "reset") as waiting:
             self.begin(after)
             while (agreed := self.agreed(after)) is None:
                 if not remaining(deadline) and leave_out and self._agreement.missing():
@@ -61,6 +64,7 @@ class Survivors:
                         phase="reset",
                         expected=sorted(self._agreement.view),
                     )
+                waiting.tell(self._agreement.missing())
                 group.condition.wait(remaining(deadline))
         return agreed
 

@@ -27,6 +27,9 @@ constexpr const char* kUsage =
     "happened less than K times\n"
     "    --limit S                                         seconds of processor time that a seed may take (60): more is a hang\n"
     "sim --seed S [--log]                                  one seed, with every event\n"
+    "sim --seed S --steady N [--late rank:R:US|nic:NODE:US|link:FROM:TO:US]\n"
+    "                                                  N steps without trouble, in which this is late by US simulated "
+    "microseconds; prints how long each rank waited for each other one, for pplx_comm/top.py\n"
     "sim --long N [--resume FILE] [--jobs J]               up to seed N, going on where FILE says\n";
 
 struct Options {
@@ -37,11 +40,32 @@ struct Options {
   bool log = false;
   std::uint64_t until = 0;      // --long
   std::string state;
+  std::uint32_t steady = 0;     // steps
+  Late late;
 };
 
 [[noreturn]] void usage(const std::string& problem) {
   std::fprintf(stderr, "%s\n%s", problem.c_str(), kUsage);
   std::exit(2);
+}
+
+Late parse_late(const std::string& text) {
+  Late late;
+  unsigned from = 0, to = 0;
+  unsigned long long us = 0;
+  int end = 0;
+  const auto is = [&](const char* format, Late::What what, auto*... numbers) {
+    late.what = what;
+    end = 0;
+    return std::sscanf(text.c_str(), format, numbers..., &end) == sizeof...(numbers) && text[end] == '\0' && end > 0;
+  };
+  if (!is("rank:%u:%llu%n", Late::What::Rank, &from, &us) && !is("nic:%u:%llu%n", Late::What::Nic, &from, &us) &&
+      !is("link:%u:%u:%llu%n", Late::What::Link, &from, &to, &us))
+    usage("--late " + text + " is none of rank:R:US, nic:NODE:US and link:FROM:TO:US");
+  late.from = from;
+  late.to = to;
+  late.by = us * kMicrosecond;
+  return late;
 }
 
 Options parse(int argc, char** argv) {
@@ -70,6 +94,8 @@ Options parse(int argc, char** argv) {
     else if (name == "--at-least") o.at_least = number();
     else if (name == "--limit") o.limit = static_cast<unsigned>(number());
     else if (name == "--seed") o.one = number();
+    else if (name == "--steady") o.steady = static_cast<std::uint32_t>(number());
+    else if (name == "--late") o.late = parse_late(value);
     else if (name == "--long") o.until = number();
     else if (name == "--resume") o.state = value;
     else usage("unknown option " + name);
@@ -238,6 +264,10 @@ int main(int argc, char** argv) {
     Totals totals;
     World world(*o.one, o.log, totals);
     try {
+      if (o.steady > 0) {
+        std::printf("%s\n", world.run_steady(o.steady, o.late).c_str());
+        return 0;
+      }
       world.run();
     } catch (const std::exception& error) {
       std::printf("seed %llu: %s\n", static_cast<unsigned long long>(*o.one), error.what());

@@ -40,6 +40,13 @@ Profile::Profile(Random& random) {
   offsets = random.chance(0.5);
 }
 
+void Network::calm() {
+  Profile& p = profile_;
+  p.late_sent = p.late_read = p.split = p.delayed = p.duplicated = p.replayed = p.stranger = p.busy = 0;
+  p.queue_depth = 256;
+  p.completions = 1024;
+}
+
 Network::Port& Network::open(std::uint32_t rank, int endpoints) {
   ports_.push_back(std::make_unique<Port>());
   Port& port = *ports_.back();
@@ -194,13 +201,15 @@ void Network::launch(std::uint32_t number) {
   }
   f.unread = f.unlanded = f.count;
   // The local completion may come long before the data lands, or long after; a late read comes with it.
-  const Time completes = random_.chance(0.1) ? wire * random_.between<Time>(2, 30) : random_.between<Time>(1, 2 * wire);
+  const Time completes = random_.chance(profile_.late_sent) ? wire * random_.between<Time>(2, 30) : random_.between<Time>(1, 2 * wire);
   const bool late = f.fate == Fate::Whole && random_.chance(profile_.late_read);
   if (late) totals_.count(Fault::LateRead);
+  const auto slow = late_.find({ports_[f.from]->rank, ports_[f.to]->rank});
+  const Time by = slow == late_.end() ? 0 : slow->second;
   Time last_read = 0, last_landing = 0;
   for (std::uint32_t i = 0; i < f.count; ++i) {
     const Time read = late && i + 1 == f.count ? completes : random_.between<Time>(0, std::min(completes, wire / 2));
-    const Time lands = read + random_.between<Time>(1, wire);
+    const Time lands = read + random_.between<Time>(1, wire) + by;
     last_read = std::max(last_read, read);
     last_landing = std::max(last_landing, lands);
     schedule(number, kRead + i, read);

@@ -29,7 +29,7 @@ struct Profile {
 
   Time latency;
   double ns_per_byte;
-  double late_read, split, delayed, duplicated, replayed, stranger, busy;
+  double late_sent = 0.1, late_read, split, delayed, duplicated, replayed, stranger, busy;
   std::uint32_t queue_depth;        // a port's limit of writes in flight
   std::uint32_t completions;        // a port's completion queue holds that many
   // A target that has not inserted the initiator: EAGAIN; else the write is dropped and tried again
@@ -101,6 +101,8 @@ class Network final : public Clock::Task {
   void close(std::uint32_t port);                        // as when its process dies: writes on the wire still land
   Port& port(std::uint32_t number) { return *ports_[number]; }
   const Profile& profile() const { return profile_; }
+  void calm();                                           // no trouble from now on but small differences between writes
+  void delay(std::uint32_t from, std::uint32_t to, Time by) { late_[{from, to}] = by; }   // between ranks, on top of all else
   std::uint64_t new_key() { return ++last_key_; }
 
   Post post(Port& from, const Write& write);             // backs SimFabric::write()
@@ -167,7 +169,8 @@ class Network final : public Clock::Task {
   Log& log_;
   Totals& totals_;
   Random random_;
-  const Profile profile_;
+  Profile profile_;
+  std::map<std::pair<std::uint32_t, std::uint32_t>, Time> late_;
   std::vector<std::unique_ptr<Port>> ports_;
   std::deque<Flight> flights_;
   std::vector<std::uint32_t> free_;

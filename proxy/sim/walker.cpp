@@ -46,11 +46,16 @@ Walker::Progress Walker::advance() {
   if (!run_) {
     begin();
     begun_ = e_.now();
+    waited_.assign(stage_ % 2 == 1 ? c_.world : 0, 0.0);
     progress = Progress::Some;
+  } else if (!waited_.empty()) {
+    run_->add_wait(e_.now() - polled_, waited_);
   }
+  polled_ = e_.now();
   if (phase_ == Phase::CombineRecv) poison_relayed();
   if (!e_.poll(*run_, phase_, number_, begun_)) return progress;
   run_.reset();
+  e_.count(phase_, e_.now() - begun_, waited_);
   finish();
   return ++stage_ == 4 ? Progress::Closed : Progress::Some;
 }

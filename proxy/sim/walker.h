@@ -61,7 +61,8 @@ class Walker {
   int stage_ = 0;                            // number of phases that are done
   std::uint32_t number_ = 0;
   Phase phase_ = Phase::None;
-  double begun_ = 0;
+  double begun_ = 0, polled_ = 0;
+  std::vector<double> waited_;               // indexed by rank: seconds of the current receive half
   std::unique_ptr<cpu::PhaseRun> run_;
   std::shared_ptr<cpu::Received> received_;
   std::vector<bool> relayed_;                // indexed by source of this relay: the node has returned all of its rows

@@ -16,6 +16,14 @@
 
 namespace pplx::sim {
 
+// Names what is late in a steady world: a rank that begins each step later, or writes that land later.
+struct Late {
+  enum class What : std::uint8_t { None, Rank, Nic, Link };
+  What what = What::None;
+  std::uint32_t from = 0, to = 0;            // ranks; Nic: `from` is a node, whose writes to and from other nodes are late
+  Time by = 0;
+};
+
 class World {
  public:
   World(std::uint64_t seed, bool log, Totals& totals);
@@ -24,6 +32,8 @@ class World {
   World& operator=(const World&) = delete;
 
   void run();                      // throws Violation
+  // Steps without trouble. Returns how long each rank waited for each other one, in JSON: what Rank of pplx_comm/top.py has.
+  std::string run_steady(std::uint32_t steps, const Late& late);
   std::string describe() const;    // the run in a line
 
  private:
@@ -58,6 +68,8 @@ class World {
     bool left = false;
     bool broken = false;                       // its proxy's fabric threw
     Time slowness = 1;
+    Time late = 0;                             // how long it does something else before each step
+    std::optional<Time> begins;                // its next step
     std::unique_ptr<SimFabric> fabric;
     std::unique_ptr<Proxy> proxy;
     std::vector<Object> objects;
@@ -76,7 +88,9 @@ class World {
   Config draw_config(std::uint32_t object, Random& replicas, Random& pieces);
   void draw_pieces(Config& config, Random& pieces) const;
   void draw_nodes(Random& relays);
+  void add_rank(std::uint32_t number, std::uint32_t node);
   void build();
+  void build_steady(const Late& late);
   void make_object(std::uint32_t number, const Config& config);
   void lay_relays(std::uint32_t number);
   void connect();                              // fabrics and proxies of a generation
@@ -84,11 +98,13 @@ class World {
   void run_proxy(std::uint32_t rank);
   void run_phases(std::uint32_t rank);
   bool begin_step(Rank& rank, Object& object);
+  bool comes_late(Rank& rank);
   bool advance(Rank& rank, Object& object);
   void schedule(Actor& actor, bool progress);
   void wake(Actor& actor);
   void wake_node(const Rank& rank);
   void later(Time delay, std::function<void()> action);
+  std::vector<Counters> counters() const;
   std::shared_ptr<Step> step_of(std::uint32_t object, std::uint32_t number);
 
   void plan_trouble();
@@ -138,6 +154,7 @@ class World {
   int endpoints_ = 1;
   std::uint64_t shard_bytes_ = 0;
   double timeout_ = 0, slow_ = 0;
+  double begins_ = 0.5;                        // the chance that a rank begins a step as soon as it can
   Time gossip_ = 0;                            // the longest that the control connections take
   bool resetting_ = false;                     // no rank is in a phase
   bool leaves_ = false;                        // ranks leave in order once they are done

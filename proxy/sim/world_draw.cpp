@@ -85,6 +85,17 @@ void World::draw_nodes(Random& relays) {
   for (Rank& rank : ranks_) node_ranks_ = std::max(node_ranks_, ++count[rank.node = nodes[rank.number]]);
 }
 
+void World::add_rank(std::uint32_t number, std::uint32_t node) {
+  Rank& rank = ranks_[number];
+  rank.number = number;
+  rank.node = node;
+  rank.objects.resize(objects_);
+  actors_.push_back(std::make_unique<Actor>(*this, number, true));
+  rank.proxy_actor = actors_.back().get();
+  actors_.push_back(std::make_unique<Actor>(*this, number, false));
+  rank.phases_actor = actors_.back().get();
+}
+
 void World::build() {
   const double size = static_cast<double>(random_.below(1000)) / 1000;
   // Drawn separately, so that worlds without replicas stay as they were.
@@ -116,14 +127,8 @@ void World::build() {
       ++node;
       left = random_.between(1u, std::max(1u, world / 2));
     }
-    ranks_[r].number = r;
-    ranks_[r].node = node;
+    add_rank(r, node);
     ranks_[r].slowness = random_.chance(0.1) ? random_.between<Time>(5, 40) : 1;
-    ranks_[r].objects.resize(objects_);
-    actors_.push_back(std::make_unique<Actor>(*this, r, true));
-    ranks_[r].proxy_actor = actors_.back().get();
-    actors_.push_back(std::make_unique<Actor>(*this, r, false));
-    ranks_[r].phases_actor = actors_.back().get();
   }
   Random nodes(mix(seed_ + 4)), relays(mix(seed_ + 5));
   if (relays.chance(0.4)) draw_nodes(relays);

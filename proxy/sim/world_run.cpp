@@ -163,9 +163,10 @@ void World::run_phases(std::uint32_t number) {
 
 // Up to in_flight steps are open; sends are one sequence, and the set must be free.
 bool World::begin_step(Rank& rank, Object& object) {
-  if (object.begun == steps_ || object.walkers.size() >= object.config.in_flight || !random_.chance(0.5)) return false;
+  if (object.begun == steps_ || object.walkers.size() >= object.config.in_flight || !random_.chance(begins_)) return false;
   for (const std::unique_ptr<Walker>& w : object.walkers)
     if (!w->has_sent() || set_of(object.config, w->number()) == set_of(object.config, object.exchange->next_step())) return false;
+  if (rank.late > 0 && comes_late(rank)) return false;
   object.exchange->failures().raise();
   try {
     object.exchange->raise_notice();

@@ -69,9 +69,13 @@ void Exchange::run(PhaseRun& phase_run, Phase phase, std::uint32_t step, const I
     failures_.fail({AbortReason::Interrupted, phase, config().rank, config().rank, step}, "");
     throw;
   }
+  count(phase, now_() - begun, waited);
+}
+
+void Exchange::count(Phase phase, double seconds, const std::vector<double>& waited) {
   blocks_.tally().count([&](Counters& counters) {
-    const auto ns = [](double seconds) { return static_cast<std::uint64_t>(seconds * 1e9); };
-    counters.times[static_cast<int>(phase == Phase::Weights ? Phase::CombineSend : phase) - 1].add(ns(now_() - begun));
+    const auto ns = [](double s) { return static_cast<std::uint64_t>(s * 1e9); };
+    counters.times[static_cast<int>(phase == Phase::Weights ? Phase::CombineSend : phase) - 1].add(ns(seconds));
     for (std::uint32_t peer = 0; peer < waited.size(); ++peer)
       if (peer != config().rank) counters.peers[peer].waited[phase == Phase::CombineRecv] += ns(waited[peer]);
   });

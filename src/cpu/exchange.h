@@ -42,6 +42,8 @@ class Exchange {
   // throws what fails the phase, including a timeout that counts from `begun`.
   bool poll(PhaseRun& phase_run, Phase phase, std::uint32_t step, double begun);
   double now() const { return now_(); }
+  // Counts a phase that is done: its time, and how long it waited for each rank.
+  void count(Phase phase, double seconds, const std::vector<double>& waited);
   std::unique_ptr<PhaseRun> start_dispatch_send(const Tokens& input, std::uint32_t* step);
   std::unique_ptr<PhaseRun> start_dispatch_recv(std::uint32_t step, const DispatchOutput& output,
                                                 std::shared_ptr<Received> received);

@@ -294,6 +294,23 @@ void cut_links() {
   }
 }
 
+// One peer's writes wait; they overtake none to others.
+void late_link() {
+  World w(parse_chaos("delay=0,shuffle=0,split=0,again=0,late=0-2@500,late=1-3@900"));
+  for (const int peer : {2, 3}) w.post(w.write_of(static_cast<std::uint64_t>(peer), 0, 8, {Op::Dispatch, 0, 0, 1, 0, 1}, peer));
+  const auto left = [&] {
+    w.poll();
+    std::vector<int> peers;
+    for (const Write& write : w.inner->writes) peers.push_back(write.peer);
+    return peers;
+  };
+  CHECK(left() == std::vector<int>{3});
+  w.later(499);
+  CHECK(left() == std::vector<int>{3});
+  w.later(1);
+  CHECK((left() == std::vector<int>{3, 2}));
+}
+
 // The caller hears of an error once, in the inner fabric's words, and not while another part may still read the source.
 void errors() {
   World w(parse_chaos("split=1,delay=0,again=0"));
@@ -329,7 +346,7 @@ void errors() {
 void options() {
   const ChaosOptions o =
       parse_chaos("seed=7,delay=0.5,delay_us=900,shuffle=1,split=0,duplicate=.25,replay=0.125,again=0,kill=0-2@100,mute=3-1@0,"
-                  "stall=4@9");
+                  "stall=4@9,late=1-0@30");
   CHECK_EQ(o.seed, std::uint64_t{7});
   CHECK(o.delay == 0.5 && o.delay_us == 900 && o.shuffle == 1 && o.split == 0);
   CHECK(o.duplicate == 0.25 && o.replay == 0.125 && o.again == 0);
@@ -338,11 +355,12 @@ void options() {
   CHECK(o.cuts[1].a == 3 && o.cuts[1].b == 1 && o.cuts[1].after == 0 && o.cuts[1].silent);
   CHECK_EQ(o.stalls.size(), std::size_t{1});
   CHECK(o.stalls[0].rank == 4 && o.stalls[0].after == 9);
+  CHECK(o.lates.size() == 1 && o.lates[0].from == 1 && o.lates[0].to == 0 && o.lates[0].us == 30);
   CHECK_EQ(to_text(parse_chaos(to_text(o))), to_text(o));
   for (const char* bad : {"", "seed", "seed=", "seed=-1", "seed=x", "seed=1 ", "seed=1,", "seed=99999999999999999999", "speed=1",
                           "delay=2", "delay=-0.5", "delay=0.5x", "delay=nan", "delay=.", "delay=0..1", "delay_us=1.5", "kill=1",
                           "kill=1-2", "kill=1@2", "kill=2-2@1", "kill=0-1024@1", "kill=a-b@1", "kill=1-2@", "stall=1", "stall=1@",
-                          "stall=1024@1"}) {
+                          "stall=1024@1", "late=1@5", "late=1-1@5"}) {
     try {
       parse_chaos(bad);
       check::fail(__FILE__, __LINE__, std::string("was accepted: ") + bad);
@@ -370,6 +388,7 @@ int main() {
   bytes_arrive_whole();
   copies_do_not_linger();
   cut_links();
+  late_link();
   errors();
   options();
 }

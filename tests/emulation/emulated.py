@@ -30,7 +30,7 @@ from cases import Case
 from cases import in_pieces as in_pieces_of
 
 import bench
-from pplx_comm import _core, all_to_all
+from pplx_comm import _core, accounts, all_to_all, dump
 from pplx_comm.device import cuda
 from pplx_comm.device.session import Session
 from pplx_comm.device.steps import Steps
@@ -297,11 +297,15 @@ def by_large(me: Any, module: str, case: Case) -> list[int]:
 
 
 def explained(me: Any, module: str, case: Case) -> list[list[dict[str, Any]]]:
-    """explain() of one token, and of max_tokens."""
+    """explain() of one token, and of max_tokens, which dump shows too."""
     use(module)
     with rank_cases.open_all_to_all(me, case) as a2a:
         outcomes.mistake(lambda: a2a.explain(case.max_tokens + 1), "more than")
-        return [a2a.explain(tokens) for tokens in (1, case.max_tokens)]
+        found = [a2a.explain(tokens) for tokens in (1, case.max_tokens)]
+        said = "\n".join(dump.details(accounts.jobs([accounts.own()])[me.comm.control.job][me.rank]))
+        for tokens, launch in ((1, found[0][0]), (case.max_tokens, found[1][1])):
+            outcomes.must(f"{launch['call']} of {tokens} tokens: {launch['kernel']}, " in said, said)
+        return found
 
 
 def none_by_large(me: Any, module: str, case: Case, apart: list[tuple[int, int]]) -> list[int]:

@@ -12,6 +12,8 @@ import torch
 from cases import DTYPES, Case
 from outcomes import raised
 
+LATE = 2
+
 
 def dawdle(me: Any) -> None:
     """A function of the user's in which a rank stays until the test has looked."""
@@ -42,6 +44,16 @@ def hangs(me: Any, case: Case, late: int, fifo: str | None) -> None:
         if me.rank == late:
             dawdle(me) if fifo is None else hold_python(fifo)
         step(a2a, case)
+
+
+def waits_in(me: Any, case: Case, call: str) -> None:
+    """All ranks but one are in a collective call, for which that one does not come."""
+    me.say("pid", (os.getpid(), me.comm.control.job))
+    if call == "reset":
+        me.comm.control.abort("on purpose")
+    if me.rank == LATE:
+        dawdle(me)
+    getattr(me.comm, call)(*([True] if call == "agree" else []))
 
 
 def times_out(me: Any, case: Case, late: int, stopped: bool) -> dict[str, Any]:

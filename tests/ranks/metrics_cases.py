@@ -9,6 +9,7 @@ from typing import Any
 
 import prometheus_client
 from cases import Case
+from dump_cases import step
 from harness import Member, until
 from outcomes import must
 from prometheus_client.parser import text_string_to_metric_families
@@ -16,6 +17,8 @@ from rank_cases import Runner, open_all_to_all
 
 from pplx_comm import metrics
 
+LATE_US = 40_000
+"""How late a rank or a link is: far more than ranks wait for a core."""
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
 
@@ -77,6 +80,21 @@ def served(me: Any, case: Case) -> dict[str, Any]:
         thread.join()
     must(me.comm.stats()["all_to_alls"] == stats["all_to_alls"], "stats after close")
     return {"turns": turns, **stats}
+
+
+def told_of_steps(me: Any, case: Case, late: int | None, times: int, steps: int) -> list[dict[str, Any]]:
+    """Returns the counters before, and `times` times after `steps` steps. `late` has other work before each of them."""
+    with me.communicator(node_size=case.node_size) as comm, open_all_to_all(Member(me.rank, me.world_size, comm=comm), case) as a2a:
+        step(a2a, case)
+        told = [comm.stats()]
+        for _ in range(times):
+            for _ in range(steps):
+                if me.rank == late:
+                    time.sleep(LATE_US / 1e6)
+                step(a2a, case)
+            told.append(comm.stats())
+        comm.barrier()
+    return told
 
 
 def with_a_late_rank(me: Any, case: Case, late: int) -> int:

@@ -14,11 +14,10 @@ from typing import Any
 
 import pytest
 from cases import Case
+from dump_cases import LATE
 from harness import Crew, until
 
 from pplx_comm import accounts, desks, dump
-
-LATE = 2
 
 
 def started(crew: Crew) -> tuple[list[int], str]:
@@ -88,6 +87,22 @@ def test_a_late_rank(transport: str) -> None:
         crew.collect()
         crew.leave()
     assert not [one for one in desks.ask_all("facts") if one.pid in pids]
+
+
+@pytest.mark.parametrize("call", ["barrier", "agree", "reset"])
+def test_a_collective_call(call: str) -> None:
+    """Ranks that are in one say so, and for which rank they wait; none says so when it is over."""
+    with Crew(4) as crew:
+        crew.start("dump_cases:waits_in", Case(21, 4), call)
+        pids, job = started(crew)
+        lines = [rf"^ +{rank}  \S+:{pids[rank]} +-  in {call} +rank {LATE}: the same call\n" for rank in (0, 1)]
+        said = when(
+            "(?ms)" + "".join(lines) + f".*ranks 0, 1 and 3 wait for rank {LATE}, which waits for none: it is in no", "--job", job
+        )
+        assert "in dawdle" in said, said
+        crew.tell(LATE)
+        crew.collect()
+        assert f"in {call} " not in shown("--job", job)
 
 
 def test_python_is_held_up(tmp_path: Path) -> None:
@@ -247,6 +262,7 @@ def of(number: int, waits: dict[int, set[int]]) -> accounts.Rank:
         ({0: set(), 1: set()}, "no rank waits for another one"),
         ({0: {1}, 1: {2}, 2: set()}, "rank 1 waits for rank 2, which waits for none: it is in no step"),
         ({0: {1}, 1: {0, 2}, 2: set()}, "rank 1 waits for rank 2, "),
+        ({0: {1}, 1: {0}}, "ranks 0 -> 1 -> 0 wait for each other: rank 0 is in dispatch_recv of step 1; rank 1 is "),
         (
             {0: {3}, 1: {0}, 2: {1}, 3: {1}},
             "ranks 0 -> 3 -> 1 -> 0 wait for each other: rank 0 is in dispatch_recv of step 1; rank 3 is ",

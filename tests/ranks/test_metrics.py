@@ -11,6 +11,7 @@ import time
 import urllib.error
 import urllib.parse
 import urllib.request
+from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,8 +20,9 @@ from typing import Any
 import pytest
 from cases import Case
 from harness import ROOT, Crew
+from metrics_cases import LATE_US
 
-from pplx_comm import metrics
+from pplx_comm import metrics, top
 
 OBSERVE = ROOT / "docs" / "observe"
 
@@ -63,6 +65,32 @@ def test_top(tmp_path: Path, files: bool) -> None:
         for rank in range(4):
             crew.tell(rank, "enough")
         assert min(crew.collect()) > 0
+
+
+@pytest.mark.parametrize("what", ["rank", "nic", "link"])
+def test_who_is_slow(what: str) -> None:
+    """Ranks on three nodes, of which a rank, a link, or all links of a node are late. Top names it after most groups of steps, and
+    more often than anything else."""
+    times, steps, one, other = 12, 4, 1, 4
+    node = {2, 3}
+    pairs = {"rank": [], "link": [(one, other)], "nic": [(a, b) for a in range(6) for b in range(6) if (a in node) != (b in node)]}
+    late = "".join(f",late={a}-{b}@{LATE_US}" for a, b in pairs[what])
+    calm = "delay=0,shuffle=0,split=0,duplicate=0,replay=0,again=0"
+    case = Case(19, 6, transport="mixed:tcp", max_tokens=8)
+    with Crew(6, {"PPLX_COMM_CHAOS": calm + late, "PPLX_TEST_STEP_TIMEOUT": "100"}) as crew:
+        told = crew.run("metrics_cases:told_of_steps", case, one if what == "rank" else None, times, steps, timeout=200)
+    named: Counter[str] = Counter()
+    for at in range(times):
+        ranks = []
+        for of_rank in told:
+            before, after = (top.parse(metrics.text(metrics.families(of_rank[i])), i) for i in (at, at + 1))
+            ranks.append(top.between(before, after))
+        assert all(rank.steps == steps for rank in ranks), ranks
+        named.update({sentence.partition(":")[0] for sentence in top.verdicts(ranks, 6)})
+    wanted = {"rank": f"rank {one} is late", "nic": "NIC of node 1 is slow", "link": f"link {one} -> {other} is slow"}[what]
+    print(dict(named))
+    others = max((count for name, count in named.items() if name != wanted), default=0)
+    assert named[wanted] > max(times / 2, others), named
 
 
 def test_text() -> None:

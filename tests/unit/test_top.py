@@ -66,6 +66,28 @@ def test_each_is_named(number: int) -> None:
         assert len(sentences) == 1 and sentences[0].startswith(wanted), (change, wanted, sentences)
 
 
+@pytest.mark.parametrize(
+    ("waits", "wanted"),
+    [
+        ({(3, 0): 5.0, **{(rank, 3): 5.0 for rank in (0, 1, 2, 4)}}, ["link 0 -> 3 is slow"]),
+        (
+            {**{(rank, slow): 5.0 for rank in range(5) for slow in (0, 3)}, (3, 0): 10.0, (0, 3): 10.0},
+            ["link 3 -> 0 is slow", "link 0 -> 3 is slow"],
+        ),
+        ({(3, 0): 9.0, (4, 0): 9.0, (0, 3): 9.0, (0, 4): 9.0}, ["NIC of rank 0 is slow"]),
+        ({**{(rank, 1): 9.0 for rank in (0, 2, 3, 4)}, (1, 0): 6.0}, ["rank 1 is late", "link 0 -> 1 is slow"]),
+    ],
+)
+def test_the_cause_is_named(waits: dict[tuple[int, int], float], wanted: list[str]) -> None:
+    """And no rank that is behind another one. Nodes of three and two ranks, of which some pairs wait long: one link, both ways, a NIC."""
+    ranks = [
+        top.Rank(r, 9.0, 1.0, 0.0, 5, {peer: waits.get((r, peer), 0.1) for peer in range(5) if peer != r}, {}, {}, r // 3)
+        for r in range(5)
+    ]
+    sentences = top.verdicts(ranks, 5)
+    assert [sentence.split(":")[0] for sentence in sentences] == wanted, sentences
+
+
 def test_matrix() -> None:
     """The longest wait is the darkest, and no rank waits for itself."""
     lines = top.matrix([top.Rank(n, 1.0, 1.0, 0.0, 2, {1 - n: float(n + 1)}, {}, {}) for n in range(2)])
@@ -73,7 +95,7 @@ def test_matrix() -> None:
 
 
 def written(folder: Path, job: str, rank: int) -> None:
-    of = {"job": job, "rank": rank, "world_size": 2, "generation": 0, "alive": [0, 1], "failures": {}, "all_to_alls": []}
+    of = {"job": job, "rank": rank, "node": 0, "world_size": 2, "generation": 0, "alive": [0, 1], "failures": {}, "all_to_alls": []}
     (folder / f"pplx_comm-{job}-{rank}.prom").write_text(metrics.text(metrics.families(of)))
 
 
