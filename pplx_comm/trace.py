@@ -7,9 +7,10 @@
 PPLX_COMM_TRACE=FILE does both without a change to the program, when a Communicator begins and closes. Ranks of one host append to
 one file; files of several hosts are joined by `cat`.
 
-A rank has a track for each of its threads, with the phases of a step (on a GPU their launches) and the products of MoE layers; on a
-GPU one for each set of an AllToAll, with its kernels, but not those of graphs from before start(); one for each NIC, with the
-writes that it was given; and one with what the network said: a write has left, or a peer's is here, which an arrow joins to its post.
+A rank has a track for each of its threads, with the phases of a step (on a GPU their launches) and the products of MoE layers; on
+a GPU one for each set of an AllToAll, with its kernels, but not those of graphs from before start(); one for each NIC, with the
+writes that it was given; and one with what the network said: a write has left, or a peer's is here, to which an arrow leads from its
+post.
 """
 
 from __future__ import annotations
