@@ -139,6 +139,10 @@ class Exchange:
         ...
     def name_networks(self, by_peer: collections.abc.Sequence[str]) -> None:
         ...
+    def note_kernels(self) -> None:
+        """
+        A timeline has the kernels that are launched from now on.
+        """
     def peer_busy(self, peer: int, busy: bool) -> None:
         ...
     def peer_left(self, peer: int) -> None:
@@ -155,11 +159,15 @@ class Exchange:
         ...
     def stamp(self, stamps: int, steps: int) -> None:
         """
-        Device memory, int64 [steps, 2]: when the dispatch and the combine of each step began, in ns; 0 ends it.
+        Device memory, int64 [steps, 4, 3]: when the dispatch, its receive half, the combine and its receive half began and ended, in ns, and the step; 0 ends it.
         """
     def stats(self) -> dict:
         """
         Without a wait for kernels that run.
+        """
+    def tell_kernels(self) -> None:
+        """
+        Adds those that have ended to what read_trace() returns.
         """
     def use_hooks(self) -> None:
         """

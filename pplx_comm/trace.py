@@ -9,8 +9,8 @@ one file; files of several hosts are joined by `cat`.
 
 A rank has a track for each of its threads, with the phases of a step (on a GPU their launches) and the products of MoE layers; on
 a GPU one for each set of an AllToAll, with its kernels, but not those of graphs from before start(); one for each NIC, with the
-writes that it was given; and one with what the network said: a write has left, or a peer's is here, to which an arrow leads from its
-post.
+writes that it was given; and one with what the network said: a write has left, or a peer's is here, where an arrow ends that comes
+from its post.
 """
 
 from __future__ import annotations
