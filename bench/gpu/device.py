@@ -59,7 +59,7 @@ class Cuda:
         """int64 [steps, 2], nanoseconds: launches from now on note there when they begin."""
         stamps = torch.zeros(steps, 4, 3, dtype=torch.int64, device=self.device)
         a2a._steps.device.core.stamp(stamps.data_ptr(), steps)
-        return stamps[:, ::2, 0]  # of the halves that send
+        return stamps[:, ::2, 0]  # launches that send
 
     def no_stamps(self, a2a: Any) -> None:
         a2a._steps.device.core.stamp(0, 0)

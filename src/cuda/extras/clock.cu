@@ -1,4 +1,4 @@
-// What the GPU's clock says now, in host memory.
+// Reads the GPU's clock into host memory.
 #include "../common/ptx.cuh"
 #include "../host/launch_table.h"
 
