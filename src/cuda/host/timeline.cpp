@@ -1,5 +1,7 @@
 #include "timeline.h"
 
+#include <algorithm>
+
 #include "../../host/trace.h"
 #include "../common/arguments.h"
 #include "launch_table.h"
@@ -13,8 +15,8 @@ constexpr std::size_t kStampsInAll = std::size_t{Timeline::kSteps} * kLaunchesOf
 }  // namespace
 
 Timeline::Timeline(cudaStream_t stream) {
-  check(cudaHostAlloc(reinterpret_cast<void**>(&memory_), (1 + kStampsInAll) * sizeof *memory_, cudaHostAllocMapped | cudaHostAllocPortable),
-        "cudaHostAlloc");
+  const std::size_t bytes = (1 + kStampsInAll) * sizeof *memory_;
+  check(cudaHostAlloc(reinterpret_cast<void**>(&memory_), bytes, cudaHostAllocMapped | cudaHostAllocPortable), "cudaHostAlloc");
   std::fill_n(memory_, 1 + kStampsInAll, 0);
   std::uint64_t quickest = ~0ull;
   for (int i = 0; i < 8; ++i) {   // the first one loads the kernel
@@ -34,8 +36,9 @@ void Timeline::tell(const Config& c) {
     const std::uint64_t ended = __atomic_load_n(stamp + kStampEnded, __ATOMIC_ACQUIRE), begun = stamp[kStampBegun];
     if (ended == 0 || begun > ended) continue;
     const auto step = static_cast<std::uint32_t>(stamp[kStampStep]);
-    const auto phase = Traced(1 + i % kLaunchesOfStep);
-    Trace::of_module().add({begun + ahead_, ended + ahead_, 0, 0, Traced::Kernel, c.object, step, 0, set_of(c, step), std::uint32_t(phase)});
+    const std::uint32_t phase = 1 + i % kLaunchesOfStep;   // a Traced
+    const std::uint32_t set = set_of(c, step);
+    Trace::of_module().add({begun + ahead_, ended + ahead_, 0, 0, Traced::Kernel, c.object, step, 0, set, phase});
     stamp[kStampEnded] = 0;
   }
 }
