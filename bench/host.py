@@ -48,6 +48,9 @@ class NoLaunches:
 
     def raise_trouble(self) -> None: ...
 
+    def explain(self, tokens: int) -> list[dict[str, Any]]:
+        return []
+
     def ended(self, seconds: float) -> bool:
         return True
 
