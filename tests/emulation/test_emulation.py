@@ -232,12 +232,34 @@ def test_reset(transport: str, near: str, tmp_path: Path) -> None:
         assert left_in_shm(crew) == []
 
 
-def test_launches_in_a_timeline(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("transport", "stages"),
+    [
+        ("proxy:tcp", []),
+        # The module for this one has been built with them.
+        ("nvshmem", ["unit and step there", "row there", "row placed", "proxy told", "dispatch ends", "sum stored", "added", "combine ends"]),
+    ],
+)
+def test_launches_in_a_timeline(tmp_path: Path, transport: str, stages: list[str]) -> None:
     file = tmp_path / "job.pftrace"
     with Crew(2) as crew:
-        crew.run(
-            "emulated:call", module(), "trace_cases:record", Case(12, 2, transport="proxy:tcp", max_tokens=8, steps=8), str(file)
-        )
-    names = Counter(each[2] for each in Read(file).slices)
-    for what in ("launch", "kernel"):
-        assert names[f"{what} dispatch_send"] == names[f"{what} combine_send"] == 2 * trace_cases.STEPS, names
+        case = Case(12, 2, transport=transport, max_tokens=8, steps=8)
+        crew.run("emulated:call", module(), "trace_cases:record", case, str(file))
+    read = Read(file)
+    names = Counter(each[2] for each in read.slices)
+    for what in ("launch dispatch_send", "launch combine_send", "kernel dispatch_send", "kernel combine_send", *stages):
+        assert names[what] == 2 * trace_cases.STEPS, names
+    steps = {(rank, said["step"], what): (begun, ended) for rank, _, what, begun, ended, said in read.slices if "step" in said}
+    for rank, step, what in [key for key in steps if key[2] in stages]:
+        begun, ended = steps[rank, step, what]
+        combines = what in ("sum stored", "added", "combine ends")
+        launched, _ = steps[rank, step, "kernel combine_send" if combines else "kernel dispatch_send"]
+        assert launched - 5000 <= begun <= ended <= steps[rank, step, "combine ends" if combines else "dispatch ends"][1], (what, step)
+
+
+def test_a_timeline_of_a_whole_job(tmp_path: Path) -> None:
+    """PPLX_COMM_TRACE begins before a process has the module of its kernels."""
+    with Crew(2, {"PPLX_COMM_TRACE": str(tmp_path / "%j.pftrace")}) as crew:
+        [job] = set(crew.run("emulated:call", module(), "trace_cases:at_the_end", Case(14, 2, transport="proxy:tcp", steps=3)))
+    names = Counter(each[2] for each in Read(tmp_path / f"{job}.pftrace").slices)
+    assert names["launch dispatch_send"] == names["kernel dispatch_send"] > 0, names

@@ -141,7 +141,7 @@ class CopyStorer {
       last_ = place_.at;
       ++sent_;
       if (part.run != nullptr) end_run(part.run, part.rows);
-      mark_stage(k_, Stage::Sent);
+      mark_stage(k_, step_, Stage::Sent);
     }
     if (threadIdx.x % 32 == 0) bulk_await_stored<0>();
     tell_of(sent_);
