@@ -20,7 +20,7 @@ class Timeline {
 
   static constexpr std::uint32_t kSteps = 4096, kStageSteps = 32;   // the latest that are kept
   std::uint64_t* stamps() const { return memory_ + 1; }
-  std::uint64_t* stages(std::uint32_t warps);     // device memory for those of launches that have so many warps
+  std::uint64_t* stages(std::uint32_t warps);     // device memory for launches of at most that number of warps
   void tell(const Config& c);                     // those that were not told yet, to this module's Trace
 
  private:
