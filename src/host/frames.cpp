@@ -30,7 +30,7 @@ namespace {
 constexpr int kMostFrames = 64, kOfTheSignal = 2;   // the innermost are the handler's and its return
 constexpr std::int64_t kPatienceNs = 200'000'000;
 
-// What one thread is asked. It stays if there is no answer in time: the answer may come later.
+// A question to one thread. It stays if there is no answer in time: the answer may come later.
 struct Look {
   sem_t done;
   int count = 0;

@@ -142,6 +142,11 @@ def test_gpus_that_do_not_reach_each_other() -> None:
             case = replace(case_of(22_000, number, 4, "auto:tcp"), replicas=1)
             remote = crew.run("emulated:call", module(), "gpu_cases:exchange_apart", case, [(0, 2), (3, 1), (1, 3)])
             assert remote == [[2], [3], [0], [1]]
+            # No relays then, where they were not insisted on.
+            undecided = replace(case, transport="undecided:tcp", in_flight=1)
+            remote = crew.run("emulated:call", module(), "gpu_cases:exchange_apart", undecided, [(0, 1)])
+            assert remote == [[1, 2, 3], [0, 2, 3], [0, 1], [0, 1]]
+            assert crew.run("emulated:call", module(), "rank_cases:goes_by_node", undecided) == [True] * 4
 
 
 @pytest.mark.parametrize("chaos", ["", pytest.param(f"seed=7,{CHAOS}", marks=pytest.mark.slow)], ids=["quiet", "chaos"])
