@@ -114,7 +114,7 @@ def make_config(
 
 
 def is_by_node(c: _core.Config, dedup: str) -> bool:
-    """True: rows may go once per node. "auto": where nobody sees the difference, as steps end in their order and blocks are whole."""
+    """True: rows may go once per node. "auto": where the limits of that change nothing."""
     if dedup != "auto":
         return dedup == "node"
     return c.in_flight == 1 and not c.in_pieces

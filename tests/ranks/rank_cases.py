@@ -530,7 +530,7 @@ def a_late_rank(me: Any, case: Case, late: int) -> None:
 
         def they_wait(came: str, step: int) -> bool:
             told = me.comm.control.ask(others, "account", 10.0)
-            ranks = accounts.jobs(told.values())[me.comm.control.job]
+            ranks = accounts.jobs(told.values()).get(me.comm.control.job, {})
             here = (of[came][other] == step for rank in ranks.values() for of in rank.all_to_alls for other in others)
             return all(rank.waits_for == {late} for rank in ranks.values()) and len(ranks) == len(others) and all(here)
 
