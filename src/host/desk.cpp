@@ -213,7 +213,8 @@ std::string Desk::account(const std::string& stacks, bool held) const {
     all += (all.empty() ? "" : ",") + std::string("{\"facts\":") + entry.facts + ",\"told\":" + (told.empty() ? "null" : told) + "}";
   }
   return "{\"pid\":" + std::to_string(getpid()) + ",\"host\":" + json(host_name()) + ",\"process\":" + process +
-         ",\"now\":" + std::to_string(Trace::now() / 1000) + ",\"python_held\":" + telling::truth(held) + ",\"entries\":[" + all + "],\"threads\":" + threads() +
+         ",\"now\":" + std::to_string(Trace::now() / 1000) + ",\"python_held\":" + telling::truth(held) + ",\"entries\":[" + all +
+         "],\"threads\":" + threads() +
          ",\"stacks\":" + json(stacks) + "}";
 }
 

@@ -94,7 +94,6 @@ std::string readable(const std::string& symbol) {
   return wrong == 0 ? text.get() : symbol;
 }
 
-// `at`: within the call, for all but the innermost frame.
 std::string frame_of(const void* at) {
   char text[64];
   Dl_info of{};
@@ -130,7 +129,10 @@ std::string frames_of(pid_t thread) {
     return "null";
   }
   std::vector<std::string> frames;
-  for (int i = kOfTheSignal; i < look->count; ++i) frames.push_back(frame_of(static_cast<const char*>(look->at[i]) - (i > kOfTheSignal ? 1 : 0)));
+  for (int i = kOfTheSignal; i < look->count; ++i) {
+    const int before = i > kOfTheSignal ? 1 : 0;   // where a call returns to may be another function's
+    frames.push_back(frame_of(static_cast<const char*>(look->at[i]) - before));
+  }
   return telling::list(frames, [](const std::string& frame) { return json(frame); });
 }
 

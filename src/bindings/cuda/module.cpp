@@ -249,7 +249,7 @@ void bind_exchange(py::module_& m) {
           "explain",
           [](const Exchange& e, std::uint32_t tokens) {
             py::list launches;
-            for (const Exchange::Explained& l : e.explain(tokens))
+            for (const ExplainedLaunch& l : e.explain(tokens))
               launches.append(py::dict(py::arg("call") = l.call, py::arg("kernel") = l.kernel, py::arg("grid") = l.grid,
                                        py::arg("block") = l.block, py::arg("shared_bytes") = l.smem, py::arg("why") = l.why));
             return launches;

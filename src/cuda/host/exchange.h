@@ -138,12 +138,7 @@ class Exchange {
   Standing standing() const;
   std::uint32_t large_tokens() const { return large_tokens_; }
   // A launch as the table has it, and the reason.
-  struct Explained {
-    const char *call, *kernel;
-    std::uint32_t grid, block, smem;
-    std::string why;
-  };
-  std::vector<Explained> explain(std::uint32_t tokens) const;  // the launches of a step of this many tokens
+  std::vector<ExplainedLaunch> explain(std::uint32_t tokens) const;  // the launches of a step of this many tokens
 #ifdef PPLX_CUDA_STAGES
   void note_stages(std::uint64_t* stages, std::uint32_t steps, std::uint32_t warps);  // Common::stages
 #endif
