@@ -454,7 +454,7 @@ __device__ inline void publish_dispatch(const DispatchArguments& a, SendShared& 
       publish(k, unit.row[token][nth] + k.dispatch.arrival_at, arrival_word(k.generation, s.step));
       any = true;
     }
-    if (__any_sync(~0u, any)) mark_stage(k, step, Stage::Published);
+    if (__any_sync(~0u, any)) mark_stage(k, s.step, Stage::Published);
     signal(kPublished + turn);
   }
 }

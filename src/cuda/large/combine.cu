@@ -32,7 +32,7 @@ struct Copies {
     } else if (warp == kLoader) {
       if (a.send) CopyLoader<T>(a, step, s, s.copies, memory).load();
     } else if (warp == kStorer) {
-      if (a.send) CopyStorer(a, s.copies, memory).store();
+      if (a.send) CopyStorer(a, step, s.copies, memory).store();
     } else if (warp == kCopyTeller) {
       if (a.send) tell_of_copies(a.common, step, s.copies);
     } else if (warp == kDealer) {

@@ -185,7 +185,7 @@ class SumDealer : RowDealer {
 template <typename T, typename Adders, bool kExtras = false>
 class SumAdder : RowAdder<Adders> {
   using Base = RowAdder<Adders>;
-  using Base::a_, Base::k_, Base::part_, Base::kVectors;
+  using Base::a_, Base::k_, Base::part_, Base::step_, Base::kVectors;
   using Base::at, Base::leave, Base::look, Base::take;
 
  public:
