@@ -194,7 +194,7 @@ def test_arrival_words_by_gdrcopy(tmp_path: Path) -> None:
 @pytest.mark.parametrize("busy", [True, False])
 def test_a_rank_that_is_busy(busy: bool, transport: str) -> None:
     with Crew(2) as crew:
-        crew.start("emulated:call", module(), "busy_cases:late_step", transport, 1, busy, device="cuda")
+        crew.start("emulated:call", module(), "busy_cases:late_step", transport, 1, busy, device="cuda", times=allowed(1.0))
         crew.heard(1, "busy")
         crew.heard(0, "waits")
         crew.tell(1)

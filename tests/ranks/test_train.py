@@ -113,7 +113,7 @@ def test_the_whole_command(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     environment, picture = {**clean_environment(), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}, tmp_path / "losses.png"
     options = ["--ranks", "2", "--steps", "2", "--precision", "bf16,fp8", "--within", "0", "--plot", str(picture)]
-    done = subprocess.run([sys.executable, str(TRAIN), *options], env=environment, capture_output=True, text=True, timeout=200)
+    done = subprocess.run([sys.executable, str(TRAIN), *options], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.findall(r"^\| (\d) \| (\w+) \|", done.stdout, re.M) == [("2", "bf16"), ("2", "fp8")]
     assert picture.stat().st_size > 1000
