@@ -57,7 +57,7 @@ void Timeline::tell(const Config& c) {
       latest = std::max(latest, static_cast<std::uint32_t>(stamp[kStampStep]));
   if (stages_ != nullptr) {
     read_.resize(std::size_t{kStageSteps} * kStagesOfStep * stage_warps_);
-    check(cudaMemcpyAsync(read_.data(), stages_, read_.size() * sizeof *stages_, cudaMemcpyDeviceToHost, stream_), "cudaMemcpyAsync");
+    check(cudaMemcpyAsync(read_.data(), stages_, read_.size() * sizeof *stages_, cudaMemcpyDefault, stream_), "cudaMemcpyAsync");
     check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
   }
   for (std::uint32_t i = 0; i < kSteps * kLaunchesOfStep; ++i) {
