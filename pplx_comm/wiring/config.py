@@ -230,7 +230,7 @@ class Arguments:
 
     def _dedup(self, config: _core.Config) -> str:
         may = self.transport != "nvshmem" and (self.transport != "proxy" or self.node_size is not None)
-        return self.dedup if may and is_by_node(config, self.dedup) else "rank"
+        return self.dedup if self.dedup == "node" or (may and is_by_node(config, self.dedup)) else "rank"
 
     def _check_the_rest(self, world_size: int, where: torch.device) -> None:
         if self.transport not in ("auto", "mapped", "proxy", "nvshmem"):
