@@ -670,8 +670,8 @@ def mapped_bytes(me: Any, case: Case) -> tuple[int, int]:
 
 
 def goes_by_node(me: Any, case: Case) -> bool:
-    exchange(me, case)
     with open_all_to_all(me, case) as a2a:
+        Runner(me, case, a2a).run()
         return a2a._steps.session.config.node_ranks > 0
 
 

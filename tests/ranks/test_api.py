@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -298,7 +299,7 @@ def test_slots_of_less_than_a_block() -> None:
     """slot_bytes bounds what large steps take, and leaves room for those that never go in pieces."""
     layer: dict[str, Any] = {
         "world_size": 64, "num_experts": 256, "top_k": 8, "hidden": 7168, "max_tokens_per_rank": 4096, "wire": "fp8",
-        "layout": pc.Ragged(max_rows=1 << 17), "remote_peers": 56,
+        "layout": pc.Ragged(max_rows=1 << 17), "remote_peers": 56, "dedup": "rank",
     }  # fmt: skip
     required = pc.AllToAll.required_bytes
     whole = required(**layer)
