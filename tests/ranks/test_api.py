@@ -265,7 +265,7 @@ def test_slots_of_rails(ranks: int, most: float) -> None:
 
 @pytest.mark.parametrize(
     ("changes", "by_node"),
-    [({}, True), ({"slot_bytes": 1 << 30}, True), ({"slot_bytes": 1 << 15, "max_tokens": 600}, False), ({"in_flight": 2}, False)],
+    [({}, True), ({"slot_bytes": 1 << 30}, True), ({"slot_bytes": 400_000, "max_tokens": 600}, False), ({"in_flight": 2}, False)],
 )
 def test_what_auto_is(changes: dict[str, Any], by_node: bool) -> None:
     """dedup="auto" is "node" where its limits change nothing."""

@@ -10,11 +10,19 @@ namespace pplx::cuda {
 // ---- PPLX_CUDA_STAGES: when each warp last came to each stage of a step, and for bench/stages.py the time that large launches spend ----
 
 #ifdef PPLX_CUDA_STAGES
-__device__ inline void mark_stage(const Common& k, std::uint32_t step, Stage stage) {
-  if (k.stages == nullptr || threadIdx.x % 32 != 0) return;
+__device__ inline void mark_stage_here(const Common& k, std::uint32_t step, Stage stage) {
+  if (k.stages == nullptr) return;
   k.stages[stage_word(step % k.stage_steps, stage, k.stage_warps, blockIdx.x * kMostWarps + threadIdx.x / 32)] = nanoseconds();
 }
+__device__ inline void mark_stage(const Common& k, std::uint32_t step, Stage stage) {
+  if (threadIdx.x % 32 == 0) mark_stage_here(k, step, stage);
+}
+// By any thread of a warp.
+__device__ inline void mark_told(const Common& k, std::uint32_t step, Op op) {
+  mark_stage_here(k, step, op == Op::Dispatch ? Stage::Told : Stage::ToldOfSums);
+}
 #else
+__device__ inline void mark_told(const Common&, std::uint32_t, Op) {}
 __device__ inline void mark_stage(const Common&, std::uint32_t, Stage) {}
 #endif
 

@@ -4,8 +4,6 @@
 #include <cstddef>
 #include <cstdint>
 
-#include "../../protocol/block.h"
-
 namespace pplx::cuda {
 
 // The stages of a launch: all of a dispatch from its first to its last, then those of a combine. Where it begins its step is not known
@@ -77,6 +75,5 @@ inline constexpr std::uint32_t kStagesOfStep = sizeof kStages / sizeof *kStages,
 constexpr std::size_t stage_word(std::uint32_t slot, Stage stage, std::uint32_t warps, std::uint32_t warp) {
   return (std::size_t{slot} * kStagesOfStep + static_cast<std::uint32_t>(stage)) * warps + warp;
 }
-constexpr Stage told_of(Op op) { return op == Op::Dispatch ? Stage::Told : Stage::ToldOfSums; }
 
 }  // namespace pplx::cuda
