@@ -10,7 +10,6 @@ import torch
 
 from pplx_comm.errors import Error
 
-
 _WITH_STAGES = "pplx_comm._cuda_stages"
 
 

@@ -37,7 +37,7 @@ struct Standing {
   std::vector<Open> open;
   std::vector<std::int64_t> heard[2];      // the last step whose dispatch came, and whose combine, indexed by source; below 0: none
   std::vector<Ended> last;                 // the latest at the end
-  std::vector<std::pair<std::uint32_t, std::vector<ExplainedLaunch>>> launches;   // by the number of tokens of a step
+  std::vector<std::pair<std::uint32_t, std::vector<ExplainedLaunch>>> launches;   // the tokens of a step, and its launches
 };
 
 // A proxy.

@@ -242,7 +242,19 @@ def test_reset(transport: str, near: str, tmp_path: Path) -> None:
     [
         ("proxy:tcp", []),
         # The module for this one has been built with them.
-        ("nvshmem", ["unit and step there", "row there", "row placed", "proxy told", "dispatch ends", "sum stored", "added", "combine ends"]),
+        (
+            "nvshmem",
+            [
+                "unit and step there",
+                "row there",
+                "row placed",
+                "proxy told",
+                "dispatch ends",
+                "sum stored",
+                "added",
+                "combine ends",
+            ],
+        ),
     ],
 )
 def test_launches_in_a_timeline(tmp_path: Path, transport: str, stages: list[str]) -> None:
@@ -259,7 +271,10 @@ def test_launches_in_a_timeline(tmp_path: Path, transport: str, stages: list[str
         begun, ended = steps[rank, step, what]
         combines = what in ("sum stored", "added", "combine ends")
         launched, _ = steps[rank, step, "kernel combine_send" if combines else "kernel dispatch_send"]
-        assert launched - 5000 <= begun <= ended <= steps[rank, step, "combine ends" if combines else "dispatch ends"][1], (what, step)
+        assert launched - 5000 <= begun <= ended <= steps[rank, step, "combine ends" if combines else "dispatch ends"][1], (
+            what,
+            step,
+        )
 
 
 def test_a_timeline_of_a_whole_job(tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ __device__ inline void mark_stage_here(const Common& k, std::uint32_t step, Stag
 __device__ inline void mark_stage(const Common& k, std::uint32_t step, Stage stage) {
   if (threadIdx.x % 32 == 0) mark_stage_here(k, step, stage);
 }
-// By any thread of a warp.
+// Any thread of a warp may call it.
 __device__ inline void mark_told(const Common& k, std::uint32_t step, Op op) {
   mark_stage_here(k, step, op == Op::Dispatch ? Stage::Told : Stage::ToldOfSums);
 }
