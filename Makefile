@@ -26,7 +26,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
 .PHONY: build tests-built test test-all bench check check-serving serving-engines serving-kernels check-long two-hosts docs stubs lint \
-    machine-code carrier-calls mutants mutants-carrier cpp sanitizers cpp-asan cpp-tsan sim sim-long wheel clean help
+    machine-code carrier-calls mutants mutants-drawn mutants-carrier cpp sanitizers cpp-asan cpp-tsan sim sim-long wheel wheel-stages clean help
 
 ifeq ($(strip $(VENV)),)
 # Not `command -v`: python3 may be a wrapper script, and CMake wants the interpreter.
@@ -123,6 +123,10 @@ mutants: build  ## plants protocol bugs, one at a time, and shows that the tests
 	$(PY) tests/mutants/run.py
 	$(if $(emulation),$(PY) tests/mutants/run_emulation.py --core)
 
+mutants-drawn: build  ## a third of these, another one at each commit
+	$(PY) tests/mutants/run.py --drawn
+	$(if $(emulation),$(PY) tests/mutants/run_emulation.py --core --drawn)
+
 mutants-carrier: tests-built  ## the same for all that kernels promise the proxy, and carriers that they drive: ten minutes
 	$(PY) tests/mutants/run_emulation.py
 
@@ -160,10 +164,10 @@ cpp-tsan: $(deps)  ## the C++ tests under ThreadSanitizer
 comma := ,
 
 check:  ## everything that a change must pass, and what CI runs; how long each part took
-	$(PYTHON) tools/check.py tests-built lint machine-code sim mutants sanitizers test-all check-serving
+	$(PYTHON) tools/check.py tests-built lint machine-code sim mutants-drawn sanitizers test-all check-serving
 
 # When it was last run stands in tests/README.md.
-check-long: tests-built carrier-calls mutants-carrier  ## what `make check` leaves out: an hour
+check-long: tests-built carrier-calls mutants mutants-carrier  ## what `make check` leaves out: an hour
 	PPLX_TEST_VOLUME=10 $(pytest) $(side_by_side) -m 'long or not long' tests/emulation tests/efa
 
 # The environments of the engines are made once and kept: tools/serving_env.sh says where.
@@ -181,6 +185,9 @@ serving-kernels: build
 
 wheel: $(deps)  ## a wheel in dist/, with kernels for any GPU
 	CMAKE_ARGS="-DPPLX_CUDA=ON $(CMAKE_ARGS)" $(PY) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .
+
+wheel-stages: $(deps)  ## a second wheel in dist/, for timelines with the stages of kernels
+	CMAKE_ARGS="$(CMAKE_ARGS)" $(PY) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist tools/stages
 
 clean:  ## what was built; the environment stays
 	rm -rf build dist pplx_comm/*.so pplx_comm/efasoft/lib pplx_comm/_version.py

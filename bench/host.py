@@ -48,9 +48,6 @@ class NoLaunches:
 
     def raise_trouble(self) -> None: ...
 
-    def explain(self, tokens: int) -> list[dict[str, Any]]:
-        return []
-
     def ended(self, seconds: float) -> bool:
         return True
 

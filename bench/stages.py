@@ -3,7 +3,7 @@
 make build CMAKE_ARGS=-DPPLX_CUDA_STAGES=ON
 mpirun -n 4 --bind-to none python bench/stages.py --tokens 1,128 --wire fp8
 
-The stages are noted by a build made for it, in which a launch takes a little longer.
+The stages are noted by a module made for it, in which a launch takes a little longer.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from bench.harness.world import World
 from bench.proxy import markdown
 from pplx_comm.all_to_all import AllToAll
 from pplx_comm.errors import Error
-from pplx_comm.gpus import cuda_module
+from pplx_comm.gpus import cuda_module, load_stages
 
 MOST_WARPS = 16 * 1024
 FIRST, MEDIAN, LAST = 0.0, 0.5, 1.0
@@ -44,9 +44,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def show(options: Options, world: World, _: Sequence[str]) -> None:
+    if not load_stages():
+        raise Error("there is no pplx_comm._cuda_stages: make build CMAKE_ARGS=-DPPLX_CUDA_STAGES=ON")
     module = cuda_module()
-    if not hasattr(module, "stages"):
-        raise Error("this build of pplx_comm notes no stages: make build CMAKE_ARGS=-DPPLX_CUDA_STAGES=ON")
     device = gpu.opened(local_rank())
     # Only a graph's last pair is looked at; the pairs before it bring the ranks into step.
     options = replace(options, pairs=min(options.pairs, 8))

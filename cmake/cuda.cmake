@@ -98,12 +98,19 @@ endfunction()
 
 pplx_as_cuda_module(_cuda)
 target_include_directories(_cuda PRIVATE "${PROJECT_BINARY_DIR}/generated")
-if(PPLX_CUDA_STAGES)
-  target_compile_definitions(_cuda PRIVATE PPLX_CUDA_STAGES=1)
-endif()
 if(PPLX_CUDA_FUZZ)
   target_compile_definitions(_cuda PRIVATE PPLX_CUDA_FUZZ=1)
 endif()
 pplx_place_module(_cuda)
+
+# A module of its own: each stage costs a launch some cycles. pplx_comm.trace loads it in _cuda's place.
+if(PPLX_CUDA_STAGES)
+  set(stages_sources "${cuda_sources}")
+  list(FILTER stages_sources EXCLUDE REGEX "/protocol_check\\.cu$")
+  pybind11_add_module(_cuda_stages MODULE NO_EXTRAS ${stages_sources})
+  pplx_as_cuda_module(_cuda_stages)
+  target_compile_definitions(_cuda_stages PRIVATE PPLX_CUDA_STAGES=1)
+  pplx_place_module(_cuda_stages COMPONENT stages)
+endif()
 
 include("${CMAKE_CURRENT_LIST_DIR}/nvshmem.cmake")

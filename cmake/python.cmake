@@ -10,12 +10,12 @@ endif()
 set(PYBIND11_FINDPYTHON ON)
 find_package(pybind11 CONFIG REQUIRED)
 
-# Puts a Python module where this build wants it.
+# Puts a Python module where this build wants it. More words are install()'s.
 function(pplx_place_module target)
   if(PPLX_IN_PLACE)
     set_target_properties(${target} PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${PROJECT_SOURCE_DIR}/pplx_comm")
   else()
-    install(TARGETS ${target} LIBRARY DESTINATION pplx_comm)
+    install(TARGETS ${target} LIBRARY DESTINATION pplx_comm ${ARGN})
   endif()
 endfunction()
 

@@ -35,7 +35,7 @@ class Step:
     """The call that it is in, or the last that ended."""
     running: bool
     us: int | None
-    """Since that call began, or ended."""
+    """Since that call began, or ended. None: on a GPU it is not known."""
     peers: list[int]
     """The ranks that it waits for."""
     what: str
@@ -111,7 +111,7 @@ def jobs(accounts: Iterable[Account]) -> dict[str, dict[int, Rank]]:
                 continue
             rank = found.setdefault(facts["job"], {}).setdefault(facts["rank"], Rank(facts["rank"], facts["world_size"], account))
             if "call" in facts:
-                rank.steps.append(Step(None, facts["call"], True, None, facts["peers"], "the same call"))
+                rank.steps.append(Step(None, facts["call"], True, account["now"] - facts["begun"], facts["peers"], "the same call"))
             if told is None:
                 continue
             rank.all_to_alls.append({**facts, **told})

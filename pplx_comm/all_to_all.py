@@ -24,7 +24,7 @@ from pplx_comm.log import log
 from pplx_comm.torch_ops.graph import Graph, GraphDispatched, GraphPlan
 from pplx_comm.wire import Wire
 from pplx_comm.wiring.compare import raised_by_all
-from pplx_comm.wiring.config import WHOLE, Arguments, integer, make_config
+from pplx_comm.wiring.config import WHOLE, Arguments, integer, is_by_node, make_config
 from pplx_comm.wiring.wire_up import wire_up
 
 
@@ -53,8 +53,9 @@ class AllToAll:
     node_size: overrides which ranks share a node: ranks 0 to node_size - 1 do, and so on. The bits of a combine depend on it: see
         docs/design.md, Sums by node.
     dedup: "node" sends a row once to each other node whose ranks want it, and one sum comes back; "rank" sends it to each rank.
-        "auto" is "rank" so far. The bits are the same. With "node" all ranks make their receive calls in the order of the steps,
-        and blocks are whole; not with transport="nvshmem". See docs/across-nodes.md.
+        The bits are the same. With "node" all ranks make their receive calls in the order of the steps, and blocks are whole; not
+        with transport="nvshmem". "auto" is "node" where these limits change nothing: with in_flight=1 and whole blocks; else
+        "rank". See docs/across-nodes.md.
     combine_wire: with dedup="node", sums of other nodes come back in the dtype, "native", or as e4m3 with a scale per 128 numbers,
         "fp8": half the bytes, an error of up to 1/16 of each number, and no gradients. See docs/across-nodes.md.
     in_flight: steps that may be open at once: 1, 2, 4 or 8.
@@ -365,11 +366,11 @@ class AllToAll:
         replicas: int = 1,
         slot_bytes: int | None = None,
         remote_peers: int = 0,
-        dedup: str = "rank",
+        dedup: str = "auto",
         device: str = "cpu",
     ) -> int:
         """Bytes that a rank reserves at construction. device="cuda": of blocks and their words alone. remote_peers: how many of its
-        peers the proxy carries to; with dedup="node" nodes have equal numbers of ranks."""
+        peers the proxy carries to; with dedup="node", and "auto" that is it, nodes have equal numbers of ranks."""
         c = make_config(
             world_size, 0, num_experts=num_experts, top_k=top_k, hidden=hidden,
             max_tokens_per_rank=max_tokens_per_rank, dtype=dtype, wire=wire,
@@ -378,7 +379,7 @@ class AllToAll:
             on_gpu=device == "cuda",
         )  # fmt: skip
         c.remote_peers = integer("remote_peers", remote_peers, 0, world_size - 1)
-        if dedup == "node" and remote_peers:
+        if remote_peers and remote_peers < world_size - 1 and is_by_node(c, dedup):
             c.node_ranks = world_size - remote_peers
             if c.on_gpu:
                 c.remote_peers = -(-remote_peers // c.node_ranks)  # one on each other node

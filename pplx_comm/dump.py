@@ -35,6 +35,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("pid", nargs="?", type=int, metavar="PID", help="one process of this host alone")
     parser.add_argument("--job", help="the first letters of its name, as `top` and the log have it")
     parser.add_argument("--stacks", action="store_true", help="all threads of all ranks, and the last steps")
+    parser.add_argument(
+        "--frames", action="store_true", help="C++ frames of this host's processes; interrupts each thread by a signal"
+    )
     parser.add_argument("--json", action="store_true", help="what the processes said, a line each")
 
 
@@ -69,7 +72,17 @@ def _show(given: argparse.Namespace) -> int:
         if given.stacks:
             print("\n".join(line for rank in ranks.values() for line in details(rank)))
         print()
+    if given.frames:
+        for one in desks.ask_all("frames", given.pid, given.job):
+            print("\n".join(_frames(one)))
     return 0
+
+
+def _frames(of: Answer) -> Iterator[str]:
+    yield f"process {of.pid}{': ' + of.value['problem'] if 'problem' in of.value else ''}"
+    for name, thread, frames in of.value.get("threads", []):
+        yield f"  thread {thread}, {name}:{' does not answer' if frames is None else ''}"
+        yield from (f"    {frame}" for frame in frames or [])
 
 
 def _world_size(ranks: dict[int, Rank]) -> int:

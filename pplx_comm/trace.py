@@ -11,6 +11,10 @@ A rank has a track for each of its threads, with the phases of a step (on a GPU 
 a GPU one for each set of an AllToAll, with its kernels, but not those of graphs from before start(); one for each NIC, with the
 writes that it was given; and one with what the network said: a write has left, or a peer's is here, where an arrow ends that comes
 from its post.
+
+Where pplx_comm._cuda_stages is installed (`make wheel-stages`, or a build with -DPPLX_CUDA_STAGES=ON) and tracing starts before
+the process's first AllToAll on a GPU, that module's kernels run, which take a little longer: of the latest 32 steps each stage has
+a track, with a slice from the first warp that came there to the last.
 """
 
 from __future__ import annotations
@@ -36,6 +40,7 @@ from pplx_comm import perfetto
 from pplx_comm.control import deadlines
 from pplx_comm.control.plane import ControlPlane
 from pplx_comm.errors import Error
+from pplx_comm.gpus import load_stages
 from pplx_comm.log import log
 from pplx_comm.settings import Watching, read
 
@@ -46,7 +51,8 @@ _SPAN = np.dtype([
     ("what", "u4"), ("object", "u4"), ("step", "u4"), ("peer", "u4"), ("lane", "u4"), ("op", "u4"),
 ])  # fmt: skip
 _PHASES = {1: "dispatch_send", 2: "dispatch_recv", 3: "combine_send", 4: "combine_recv", 5: "weights"}
-_POSTED, _SENT, _ARRIVED, _KERNEL = 6, 7, 8, 9
+_POSTED, _SENT, _ARRIVED, _KERNEL, _STAGE = 6, 7, 8, 9, 10
+_CUDA = ("pplx_comm._cuda", "pplx_comm._cuda_stages", "pplx_comm._nvshmem")
 _OPS = ("dispatch", "combine", "weights")
 _NO_STEP = 0xFFFFFFFF
 _PROBES = 8
@@ -82,6 +88,8 @@ class _Calls:
     """Spans of Python code."""
 
     on = False
+    modules: ClassVar[set[str]] = set()
+    """Those that note spans."""
     on_gpus: ClassVar[weakref.WeakSet[Kernels]] = weakref.WeakSet()
     found: ClassVar[deque[_Call]] = deque(maxlen=SPANS)
 
@@ -89,8 +97,9 @@ class _Calls:
 def start() -> None:
     """This process notes what it does from now on: a step costs a microsecond more."""
     _Calls.found.clear()
-    for module in _modules():
-        module.start_trace(SPANS)
+    load_stages()
+    _Calls.modules.clear()
+    _start_modules()
     for one in list(_Calls.on_gpus):
         one.note_kernels()
     _Calls.on = True
@@ -100,6 +109,7 @@ def add(one: Kernels) -> None:
     """A timeline has its kernels, too."""
     _Calls.on_gpus.add(one)
     if _Calls.on:
+        _start_modules()  # its module may have been loaded since
         one.note_kernels()
 
 
@@ -130,7 +140,7 @@ def _put(packets: _Packets, comm: Traced, path: str | os.PathLike[str]) -> None:
     for one in list(_Calls.on_gpus):
         one.tell_kernels()
     for module in _modules():
-        packets.add_spans(np.frombuffer(module.read_trace(), _SPAN), module.__name__.rsplit(".", 1)[-1])
+        packets.add_spans(np.frombuffer(module.read_trace(), _SPAN), module)
     packets.add_calls(list(_Calls.found))
     try:
         _append(Path(path), comm.control.job, packets.joined())
@@ -179,9 +189,16 @@ def product(call: Callable[P, R]) -> Callable[P, R]:
     return traced
 
 
+def _start_modules() -> None:
+    for module in _modules():
+        if module.__name__ not in _Calls.modules:
+            _Calls.modules.add(module.__name__)
+            module.start_trace(SPANS)
+
+
 def _modules() -> list[Any]:
     """Those that are in use: a timeline loads none."""
-    return [_core, *(sys.modules[name] for name in ("pplx_comm._cuda", "pplx_comm._nvshmem") if name in sys.modules)]
+    return [_core, *(sys.modules[name] for name in _CUDA if name in sys.modules)]
 
 
 # ---- clocks --------------------------------------------------------------------------------------------------------------------
@@ -253,8 +270,8 @@ class _Packets:
         """In the order of time, in which what begins or ends at one instant still nests."""
         return b"".join([*self._heads, *(packet for _, packet in sorted(self._found, key=lambda each: each[0]))])
 
-    def add_spans(self, spans: np.ndarray[Any, Any], module: str) -> None:
-        launches = "" if module == "_core" else "launch "
+    def add_spans(self, spans: np.ndarray[Any, Any], module: Any) -> None:
+        launches = "" if module is _core else "launch "
         for span in spans:
             begun, ended, what, peer = int(span["begun"]), int(span["ended"]), int(span["what"]), int(span["peer"])
             said: list[tuple[str, int | str]] = [("all_to_all", int(span["object"]))]
@@ -266,6 +283,10 @@ class _Packets:
             if what == _KERNEL:
                 of_set = f"GPU, AllToAll {span['object']}, set {span['lane']}"
                 self._slice(of_set, "kernel " + _PHASES[int(span["op"])], begun, ended, 0, said)
+                continue
+            if what == _STAGE:
+                stage = module.stages[span["op"]]
+                self._slice(f"AllToAll {span['object']}, set {span['lane']}: {stage}", stage, begun, ended, 0, said)
                 continue
             op = _OPS[span["op"]]
             said.append(("peer", peer))

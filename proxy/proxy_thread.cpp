@@ -2,12 +2,13 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <time.h>
 
 #include <algorithm>
 #include <chrono>
 #include <thread>
+
+#include "../src/host/signals.h"
 
 namespace pplx {
 namespace {
@@ -102,12 +103,8 @@ class Idle {
 
 ProxyThread::ProxyThread(std::shared_ptr<Fabric> fabric, std::uint64_t shard_bytes, int cpu)
     : state_(std::make_shared<State>(std::move(fabric), shard_bytes)) {
-  // Signals belong to the program's own threads.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const WithoutSignals none;
   std::thread thread([state = state_] { serve(state); });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   pthread_setname_np(thread.native_handle(), "pplx-proxy");
   if (cpu >= 0) {
     cpu_set_t set;

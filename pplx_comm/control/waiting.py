@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from typing import Protocol
 
 import pplx_comm._core as _core
@@ -18,7 +19,8 @@ class Waiting:
     """with Waiting(mesh, "barrier") as waiting: ... waiting.tell([2, 3])"""
 
     def __init__(self, of: Member, call: str) -> None:
-        self._facts = {"job": of.job, "rank": of.rank, "world_size": of.world_size, "call": call}
+        begun = time.monotonic_ns() // 1000
+        self._facts = {"job": of.job, "rank": of.rank, "world_size": of.world_size, "call": call, "begun": begun}
         self._peers: list[int] = []
         self._told: _core.Told | None = None
 

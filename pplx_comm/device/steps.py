@@ -60,7 +60,6 @@ class Steps:
             "rank": session.control.rank,
             "world_size": session.control.world_size,
             "what": self.what,
-            "launches": [[tokens, device.explain(tokens)] for tokens in sorted({1, session.config.max_tokens})],
         }
         self._told = _core.Told(json.dumps(facts), session.wiring.exchange.teller)
         self._renewed: weakref.WeakMethod[Callable[[], None]] | None = None

@@ -103,7 +103,7 @@ def make_config(
                 f"dedup='node' needs whole blocks, and slot_bytes={slot_bytes} cuts them in pieces: give slot_bytes at least "
                 f"{c.whole_slot_bytes}, or leave it out"
             )
-        if dedup == "node":
+        if is_by_node(c, dedup):
             c.slot_bytes = 0  # whole, also with the larger headers of node blocks
         if c.in_pieces and replicas > 1 and on_gpu:
             raise Error(
@@ -111,6 +111,13 @@ def make_config(
                 f"give slot_bytes at least {c.whole_slot_bytes}, or leave it out"
             )
     return c
+
+
+def is_by_node(c: _core.Config, dedup: str) -> bool:
+    """True: rows may go once per node. "auto": where the limits of that change nothing."""
+    if dedup != "auto":
+        return dedup == "node"
+    return c.in_flight == 1 and not c.in_pieces
 
 
 def _fill_layout(c: _core.Config, layout: Ragged | Padded | Compact, row_bytes: int) -> None:
@@ -215,11 +222,15 @@ class Arguments:
             error = str(reason)
         return Request(
             config, self._compared(config, where, settings, error), self.transport,
-            self.provider or settings.provider, self.node_size, self.dedup, self.combine_wire,
+            self.provider or settings.provider, self.node_size, self._dedup(config), self.combine_wire,
             100.0 if error else float(self.timeout), error, nics=names, proxies=self.proxy_threads, gpu=where.index,
             num_sms=self.num_sms or 0, hooks=self.hooks, placement=self.placement or settings.placement, settings=settings,
             symmetric_memory=self.symmetric_memory,
         )  # fmt: skip
+
+    def _dedup(self, config: _core.Config) -> str:
+        may = self.transport != "nvshmem" and (self.transport != "proxy" or self.node_size is not None)
+        return self.dedup if self.dedup == "node" or (may and is_by_node(config, self.dedup)) else "rank"
 
     def _check_the_rest(self, world_size: int, where: torch.device) -> None:
         if self.transport not in ("auto", "mapped", "proxy", "nvshmem"):

@@ -17,7 +17,7 @@ from pplx_comm.gpus import cuda_module
 from pplx_comm.wiring import nvshmem
 from pplx_comm.wiring.compare import Attempts, agree
 from pplx_comm.wiring.libfabric import Locality
-from pplx_comm.wiring.peers import Peers, mapped_range, nodes_of, remote_of_all
+from pplx_comm.wiring.peers import NoRelays, Peers, mapped_range, nodes_of, remote_of_all
 from pplx_comm.wiring.placement import blocks_on_gpu
 from pplx_comm.wiring.request import Request
 from pplx_comm.wiring.symmetric import Heaps, Symmetric, lay_symmetric_memory
@@ -102,10 +102,7 @@ def lay_gpu_relays(control: ControlPlane, request: Request, exchange: Any, peers
 
     def allocate() -> Any:
         nbytes = max(1, exchange.relay_bytes(control.rank))
-        area = kernels.SharedMemory(gpu, nbytes, f"the relayed rows of an AllToAll on rank {control.rank}")
-        if not area.has_descriptor:
-            raise Error("dedup='node' needs a driver that hands over GPU memory as file descriptors: use dedup='rank'")
-        return area
+        return kernels.SharedMemory(gpu, nbytes, f"the relayed rows of an AllToAll on rank {control.rank}")
 
     own: Any = attempts.run(allocate)
     with contextlib.ExitStack() as held:
@@ -156,6 +153,8 @@ def _map_heaps(
         held.callback(close_all, fds or [])
         mine = {"error": attempts.error, "memory": described, "large_tokens": many}
         answers = agree(control, "AllToAll: memory", mine, timeout)
+        if config.node_ranks and any(answer["memory"]["ipc"] is not None for answer in answers if answer is not None):
+            raise NoRelays("dedup='node' needs a driver that hands over GPU memory as file descriptors: use dedup='rank'")
         large_tokens = max(answer["large_tokens"] for answer in answers if answer is not None)
         descriptions = {rank: answers[rank]["memory"] for rank in peers.mapped}  # type: ignore[index]
         opened = attempts.run(lambda: _open_all(control, kernels, fds or [], gpu, descriptions))
@@ -209,7 +208,7 @@ def _check_apart(request: Request, apart: dict[tuple[int, int], str]) -> None:
     for (a, b), why in sorted(apart.items()):
         text = f"the GPU of rank {a} cannot map the memory of rank {b}'s: {why}"
         if request.config.node_ranks:
-            raise Error(f"dedup='node' needs GPUs of a node that map each other's memory, and {text}. Use dedup='rank'")
+            raise NoRelays(f"dedup='node' needs GPUs of a node that map each other's memory, and {text}. Use dedup='rank'")
         if request.transport == "mapped":
             raise Error(f"transport='mapped': {text}. transport='auto' lets the proxy carry between them")
         if a // replicas == b // replicas:

@@ -11,6 +11,11 @@ from pplx_comm.errors import Error
 from pplx_comm.wiring.compare import name_ranks
 from pplx_comm.wiring.request import Request
 
+
+class NoRelays(Error):
+    """dedup="node" cannot be had, which all ranks know alike."""
+
+
 _NO_COMMON_MEMORY = "they cannot map each other's memory: they run on different hosts, or in different network or IPC namespaces"
 
 
@@ -76,21 +81,25 @@ def node_ranks(request: Request, control: ControlPlane, peers: Peers | None) -> 
     """Returns the most ranks of a node, where rows go once to each node; else 0."""
     nodes = nodes_of(request, control)
     most = max(Counter(nodes).values())
-    if request.dedup != "node" or peers is None:
+    if request.dedup == "rank" or peers is None:
         return 0
     apart = [rank for rank in peers.remote if nodes[rank] == nodes[control.rank]]
+    if not apart and most in (1, len(nodes)):
+        return 0
     if apart:
-        raise Error(
-            f"dedup='node' needs ranks that share the memory of their node, and transport={request.transport!r} keeps ranks "
+        why_not = (
+            f"needs ranks that share the memory of their node, and transport={request.transport!r} keeps ranks "
             f"{control.rank} and {apart[0]} apart: use transport='auto', or node_size= beside 'proxy'"
         )
-    if most in (1, len(nodes)):
-        return 0
-    if most > 32:
-        raise Error(f"dedup='node' is for nodes of up to 32 ranks, and one has {most}: use dedup='rank'")
-    if most * request.config.experts_per_rank > 4096:
-        raise Error(f"dedup='node' is for up to 4096 experts on a node, and there are {most * request.config.experts_per_rank}")
-    return most
+    elif most > 32:
+        why_not = f"is for nodes of up to 32 ranks, and one has {most}: use dedup='rank'"
+    elif most * request.config.experts_per_rank > 4096:
+        why_not = f"is for up to 4096 experts on a node, and there are {most * request.config.experts_per_rank}"
+    else:
+        return most
+    if request.dedup == "node":
+        raise Error(f"dedup='node' {why_not}")
+    return 0
 
 
 def _node(request: Request, control: ControlPlane, rank: int) -> int:

@@ -21,7 +21,7 @@ class Request:
     transport: str
     provider: str | None  # None: the best there is
     node_size: int | None
-    dedup: str  # "auto", "rank" or "node"
+    dedup: str  # "rank", "node", or "auto": "node" if the nodes and their GPUs are such
     combine_wire: str
     timeout: float  # limit for a step
     error: str | None = None  # the mistake in this rank's arguments

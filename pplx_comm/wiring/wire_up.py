@@ -18,7 +18,7 @@ from pplx_comm.wiring.connect import connect
 from pplx_comm.wiring.gpu_memory import lay_gpu_relays, make_gpu_exchange
 from pplx_comm.wiring.libfabric import Locality, this_locality
 from pplx_comm.wiring.memory import lay_relays, make_exchange
-from pplx_comm.wiring.peers import Peers, find_peers, node_ranks, nodes_of
+from pplx_comm.wiring.peers import NoRelays, Peers, find_peers, node_ranks, nodes_of
 from pplx_comm.wiring.record import Wiring
 from pplx_comm.wiring.request import Request
 
@@ -34,6 +34,7 @@ def wire_up(control: ControlPlane, request: Request, used_numbers: set[int]) -> 
     peers = attempts.run(lambda: find_peers(request, control, left))
     config.node_ranks = attempts.run(lambda: node_ranks(request, control, peers)) or 0
     config.combine_fp8 = bool(config.node_ranks) and request.combine_wire == "fp8"
+    part_bytes = config.part_bytes
     if config.node_ranks and request.gpu is not None:
         config.part_bytes = WHOLE
     locality = attempts.run(lambda: _locality(request))
@@ -54,10 +55,15 @@ def wire_up(control: ControlPlane, request: Request, used_numbers: set[int]) -> 
     compare(answers)
     assert peers is not None
     config.object = _free_number(answers)
-    config.remote_peers = len(peers.remote)
     config.on_gpu = request.gpu is not None
-    proxied = any(answer is not None and answer["remote"] for answer in answers)
-    wiring, proxied = _lay_memory(control, request, peers, answers, proxied)
+    laid = None
+    try:
+        laid = _lay_memory(control, request, peers, answers)
+    except NoRelays:
+        if request.dedup == "node":
+            raise
+        config.node_ranks, config.part_bytes = 0, part_bytes
+    wiring, proxied = laid or _lay_memory(control, request, peers, answers)  # the memory laid in vain is gone by now
     alive = [rank for rank, answer in enumerate(answers) if answer is not None]
     if control.generation > 0:  # made after a reset, by those that are left
         wiring.exchange.reset(core_generation(control.generation), [rank in alive for rank in range(control.world_size)])
@@ -127,8 +133,10 @@ def settle(control: ControlPlane, request: Request, wiring: Wiring, answers: Ans
     wiring.exchange.rebase()
 
 
-def _lay_memory(control: ControlPlane, request: Request, peers: Peers, answers: Answers, proxied: bool) -> tuple[Wiring, bool]:
+def _lay_memory(control: ControlPlane, request: Request, peers: Peers, answers: Answers) -> tuple[Wiring, bool]:
     """Also whether some rank has a proxy, which GPUs that do not reach each other decide."""
+    request.config.remote_peers = len(peers.remote)
+    proxied = any(answer is not None and answer["remote"] for answer in answers)
     hosts = {rank: answer["host"] for rank, answer in enumerate(answers) if answer is not None}
     here = host_key()
     localities = {

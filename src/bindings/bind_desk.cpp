@@ -16,6 +16,7 @@
 #include <utility>
 
 #include "host/desk.h"
+#include "host/frames.h"
 
 namespace py = pybind11;
 
@@ -82,6 +83,7 @@ std::string account() {
 std::string answer(const py::function* of_python, const std::string& request) {
   if (request == "facts") return Desk::of_process().facts();
   if (request == "account") return account();
+  if (request == "frames") return native_frames();
   std::string text = with_lock([of_python, request] { return std::string(py::str((*of_python)(request))); }, kJobTimeout);
   if (!text.empty()) return text;
   text = account();

@@ -2,8 +2,9 @@
 
 #include <pthread.h>
 #include <sched.h>
-#include <signal.h>
 #include <time.h>
+
+#include "../host/signals.h"
 
 namespace pplx::cpu {
 
@@ -33,15 +34,11 @@ void Backoff::pause() {
 }
 
 ThreadPool::ThreadPool(unsigned helpers) {
-  // Signals belong to the program's own threads.
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);
+  const WithoutSignals none;
   for (unsigned i = 0; i < helpers; ++i) {
     state_->threads.emplace_back([state = state_] { state->serve(); });
     pthread_setname_np(state_->threads.back().native_handle(), "pplx-cpu");
   }
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
 }
 
 ThreadPool::~ThreadPool() {

@@ -21,6 +21,9 @@
 #include <thread>
 #include <vector>
 
+#include "signals.h"
+#include "trace.h"
+
 namespace pplx {
 namespace {
 
@@ -112,11 +115,8 @@ bool Desk::open(std::string process, Answer answer) {
   if (event_ < 0 || (listener_ = listen_at(own_name())) < 0) return false;
   process_ = std::move(process);
   answer_ = std::move(answer);
-  sigset_t all, before;
-  sigfillset(&all);
-  pthread_sigmask(SIG_SETMASK, &all, &before);   // signals belong to the program's own threads
+  const WithoutSignals none;
   std::thread thread([this] { serve(); });
-  pthread_sigmask(SIG_SETMASK, &before, nullptr);
   pthread_setname_np(thread.native_handle(), "pplx-desk");
   thread.detach();
   return true;
@@ -213,7 +213,8 @@ std::string Desk::account(const std::string& stacks, bool held) const {
     all += (all.empty() ? "" : ",") + std::string("{\"facts\":") + entry.facts + ",\"told\":" + (told.empty() ? "null" : told) + "}";
   }
   return "{\"pid\":" + std::to_string(getpid()) + ",\"host\":" + json(host_name()) + ",\"process\":" + process +
-         ",\"python_held\":" + telling::truth(held) + ",\"entries\":[" + all + "],\"threads\":" + threads() +
+         ",\"now\":" + std::to_string(Trace::now() / 1000) + ",\"python_held\":" + telling::truth(held) + ",\"entries\":[" + all +
+         "],\"threads\":" + threads() +
          ",\"stacks\":" + json(stacks) + "}";
 }
 

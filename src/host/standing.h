@@ -11,6 +11,13 @@
 
 namespace pplx {
 
+// A launch, and the facts that chose its kernel.
+struct ExplainedLaunch {
+  std::string call, kernel;
+  std::uint32_t grid = 0, block = 0, smem = 0;
+  std::string why;
+};
+
 // An AllToAll.
 struct Standing {
   struct Open {
@@ -30,6 +37,7 @@ struct Standing {
   std::vector<Open> open;
   std::vector<std::int64_t> heard[2];      // the last step whose dispatch came, and whose combine, indexed by source; below 0: none
   std::vector<Ended> last;                 // the latest at the end
+  std::vector<std::pair<std::uint32_t, std::vector<ExplainedLaunch>>> launches;   // the tokens of a step, and its launches
 };
 
 // A proxy.
@@ -75,9 +83,14 @@ inline std::string json(const Standing& s) {
            ",\"us\":" + microseconds(o.seconds) + ",\"peers\":" + list(o.peers, number) + ",\"what\":" + json(o.what) + "}";
   };
   const auto ended = [](const Standing::Ended& e) { return "[" + number(e.step) + "," + microseconds(e.seconds) + "]"; };
+  const auto launch = [](const ExplainedLaunch& l) {
+    return "{\"call\":" + json(l.call) + ",\"kernel\":" + json(l.kernel) + ",\"grid\":" + number(l.grid) + ",\"block\":" + number(l.block) +
+           ",\"shared_bytes\":" + number(l.smem) + ",\"why\":" + json(l.why) + "}";
+  };
+  const auto step = [&](const auto& of) { return "[" + number(of.first) + "," + list(of.second, launch) + "]"; };
   return "{\"device\":" + json(s.device) + ",\"generation\":" + number(s.generation) + ",\"next_step\":" + number(s.next_step) +
          ",\"open\":" + list(s.open, open) + ",\"dispatched\":" + list(s.heard[0], number) + ",\"combined\":" + list(s.heard[1], number) +
-         ",\"last\":" + list(s.last, ended) + "}";
+         ",\"last\":" + list(s.last, ended) + ",\"launches\":" + list(s.launches, step) + "}";
 }
 
 inline std::string json(const ProxyStanding& s) {

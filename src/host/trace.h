@@ -15,7 +15,7 @@
 
 namespace pplx {
 
-enum class Traced : std::uint32_t { None, DispatchSend, DispatchRecv, CombineSend, CombineRecv, Weights, Posted, Sent, Arrived, Kernel };
+enum class Traced : std::uint32_t { None, DispatchSend, DispatchRecv, CombineSend, CombineRecv, Weights, Posted, Sent, Arrived, Kernel, Stage };
 
 inline constexpr std::uint32_t kUnknownStep = ~0u;   // the host does not know it
 
@@ -26,8 +26,8 @@ struct TraceSpan {
   std::uint64_t bytes = 0;
   Traced what = Traced::None;
   std::uint32_t object = 0, step = 0, peer = 0;
-  std::uint32_t lane = 0;               // the thread, the endpoint, or a kernel's set
-  std::uint32_t op = 0;                 // a block's; a kernel's is the phase that it begins with
+  std::uint32_t lane = 0;               // the thread, the endpoint, or the set of a kernel or a stage
+  std::uint32_t op = 0;                 // a block's; the phase that a kernel begins with; a stage's number
 };
 
 // A write of a block, as both of its ranks know it.

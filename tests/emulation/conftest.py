@@ -12,7 +12,7 @@ from harness import Crews
 
 FOLDER = Path(__file__).parent
 WHOLE = "test_emulation.py"
-"""All other files run one variant in three of each test, unless PPLX_TEST_VOLUME is at least 1."""
+"""All other files run one variant in four of each test, unless PPLX_TEST_VOLUME is at least 1."""
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -24,8 +24,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
             variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out = set[pytest.Item]()
     for name, of_test in variants.items():
-        first = zlib.crc32(name.encode()) % min(3, len(of_test))  # the first variant of some tests, the second of others
-        left_out.update(item for number, item in enumerate(of_test) if number % 3 != first)
+        first = zlib.crc32(name.encode()) % min(4, len(of_test))  # the first variant of some tests, the second of others
+        left_out.update(item for number, item in enumerate(of_test) if number % 4 != first)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 

@@ -23,7 +23,7 @@ LARGE = {"PPLX_COMM_LARGE_TOKENS": "1"}
 """All dispatches are of many tokens."""
 # Fibers change stacks in its assembler.
 ON_X86_64 = pytest.mark.skipif(os.uname().machine != "x86_64", reason="the emulation is for x86-64")
-VOLUME = float(os.environ.get("PPLX_TEST_VOLUME", "0.3"))
+VOLUME = float(os.environ.get("PPLX_TEST_VOLUME", "0.15"))
 """The share of a test's cases that run. `make check-long` takes more than all: it draws new ones."""
 
 

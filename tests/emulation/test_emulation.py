@@ -142,6 +142,11 @@ def test_gpus_that_do_not_reach_each_other() -> None:
             case = replace(case_of(22_000, number, 4, "auto:tcp"), replicas=1)
             remote = crew.run("emulated:call", module(), "gpu_cases:exchange_apart", case, [(0, 2), (3, 1), (1, 3)])
             assert remote == [[2], [3], [0], [1]]
+            # No relays then, where they were not insisted on.
+            undecided = replace(case, transport="undecided:tcp", in_flight=1)
+            remote = crew.run("emulated:call", module(), "gpu_cases:exchange_apart", undecided, [(0, 1)])
+            assert remote == [[1, 2, 3], [0, 2, 3], [0, 1], [0, 1]]
+            assert crew.run("emulated:call", module(), "rank_cases:goes_by_node", undecided) == [True] * 4
 
 
 @pytest.mark.parametrize("chaos", ["", pytest.param(f"seed=7,{CHAOS}", marks=pytest.mark.slow)], ids=["quiet", "chaos"])
@@ -189,7 +194,7 @@ def test_arrival_words_by_gdrcopy(tmp_path: Path) -> None:
 @pytest.mark.parametrize("busy", [True, False])
 def test_a_rank_that_is_busy(busy: bool, transport: str) -> None:
     with Crew(2) as crew:
-        crew.start("emulated:call", module(), "busy_cases:late_step", transport, 1, busy, device="cuda")
+        crew.start("emulated:call", module(), "busy_cases:late_step", transport, 1, busy, device="cuda", times=allowed(1.0))
         crew.heard(1, "busy")
         crew.heard(0, "waits")
         crew.tell(1)
@@ -232,12 +237,49 @@ def test_reset(transport: str, near: str, tmp_path: Path) -> None:
         assert left_in_shm(crew) == []
 
 
-def test_launches_in_a_timeline(tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("transport", "stages"),
+    [
+        ("proxy:tcp", []),
+        # The module for this one has been built with them.
+        (
+            "nvshmem",
+            [
+                "unit and step there",
+                "row there",
+                "row placed",
+                "proxy told",
+                "dispatch ends",
+                "sum stored",
+                "added",
+                "combine ends",
+            ],
+        ),
+    ],
+)
+def test_launches_in_a_timeline(tmp_path: Path, transport: str, stages: list[str]) -> None:
     file = tmp_path / "job.pftrace"
     with Crew(2) as crew:
-        crew.run(
-            "emulated:call", module(), "trace_cases:record", Case(12, 2, transport="proxy:tcp", max_tokens=8, steps=8), str(file)
+        case = Case(12, 2, transport=transport, max_tokens=8, steps=8)
+        crew.run("emulated:call", module(), "trace_cases:record", case, str(file))
+    read = Read(file)
+    names = Counter(each[2] for each in read.slices)
+    for what in ("launch dispatch_send", "launch combine_send", "kernel dispatch_send", "kernel combine_send", *stages):
+        assert names[what] == 2 * trace_cases.STEPS, names
+    steps = {(rank, said["step"], what): (begun, ended) for rank, _, what, begun, ended, said in read.slices if "step" in said}
+    for rank, step, what in [key for key in steps if key[2] in stages]:
+        begun, ended = steps[rank, step, what]
+        combines = what in ("sum stored", "added", "combine ends")
+        launched, _ = steps[rank, step, "kernel combine_send" if combines else "kernel dispatch_send"]
+        assert launched - 5000 <= begun <= ended <= steps[rank, step, "combine ends" if combines else "dispatch ends"][1], (
+            what,
+            step,
         )
-    names = Counter(each[2] for each in Read(file).slices)
-    for what in ("launch", "kernel"):
-        assert names[f"{what} dispatch_send"] == names[f"{what} combine_send"] == 2 * trace_cases.STEPS, names
+
+
+def test_a_timeline_of_a_whole_job(tmp_path: Path) -> None:
+    """PPLX_COMM_TRACE begins before a process has the module of its kernels."""
+    with Crew(2, {"PPLX_COMM_TRACE": str(tmp_path / "%j.pftrace")}) as crew:
+        [job] = set(crew.run("emulated:call", module(), "trace_cases:at_the_end", Case(14, 2, transport="proxy:tcp", steps=3)))
+    names = Counter(each[2] for each in Read(tmp_path / f"{job}.pftrace").slices)
+    assert names["launch dispatch_send"] == names["kernel dispatch_send"] > 0, names

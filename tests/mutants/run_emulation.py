@@ -4,6 +4,7 @@ were caught. The mutants are in emulation_mutants.py and emulation_piece_mutants
     python tests/mutants/run_emulation.py              all
     python tests/mutants/run_emulation.py signal       those whose names have one of these words
     python tests/mutants/run_emulation.py --core       what `make mutants` plants: a few that every carrier must not have
+    python tests/mutants/run_emulation.py --core --drawn
 
 A mutant is of one of the emulation's modules in build/dev, in which the files that depend on the mutant's own are compiled again. Exit code
 1 if one survives, or no longer applies.
@@ -98,7 +99,7 @@ def main(words: list[str]) -> int:
         print("\n".join(problems))
         return 1
     run.checked(["cmake", "--build", str(run.BUILD), "--target", "pplx_emulation"])
-    mutants = [m for m in MUTANTS if m.is_core] if words == ["--core"] else run.named(MUTANTS, words)
+    mutants = run.named([m for m in MUTANTS if m.is_core or words[:1] != ["--core"]], [word for word in words if word != "--core"])
     survivors, begun = 0, time.monotonic()
     for number, mutant in enumerate(mutants, 1):
         shutil.rmtree(WORK, ignore_errors=True)

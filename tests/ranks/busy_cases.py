@@ -19,11 +19,12 @@ LATE = 2.95 * TIMEOUT
 """Shortly before a time that began anew at each timeout would end: it must begin at the end of the busy time."""
 
 
-def _all_to_all(me: Any, transport: str, device: str = "cpu", **more: Any) -> pc.AllToAll:
+def _all_to_all(me: Any, transport: str, device: str = "cpu", times: float = 1.0, **more: Any) -> pc.AllToAll:
     provider = transport.partition(":")[2] or None
     more = {"node_size": 1, **more} if transport == "nvshmem" else more
     a2a = pc.AllToAll(
-        me.comm, num_experts=4, top_k=1, hidden=16, max_tokens_per_rank=4, dtype=torch.float32, timeout=TIMEOUT * SLOWER[device],
+        me.comm, num_experts=4, top_k=1, hidden=16, max_tokens_per_rank=4, dtype=torch.float32,
+        timeout=TIMEOUT * SLOWER[device] * times,
         transport=transport.partition(":")[0], provider=provider, device=device, **more,
     )  # fmt: skip
     a2a.warmup()  # the first step has more time
@@ -36,8 +37,9 @@ def _step(a2a: pc.AllToAll) -> float:
     return float((a2a.combine(d.x, d) - x).abs().max())
 
 
-def late_step(me: Any, transport: str, late: int, busy: bool, device: str = "cpu") -> dict[str, Any]:
-    a2a = _all_to_all(me, transport, device)
+def late_step(me: Any, transport: str, late: int, busy: bool, device: str = "cpu", times: float = 1.0) -> dict[str, Any]:
+    """times: that much longer, where a step itself takes long."""
+    a2a = _all_to_all(me, transport, device, times)
     begun = time.monotonic()
     try:
         if me.rank != late:
@@ -47,7 +49,7 @@ def late_step(me: Any, transport: str, late: int, busy: bool, device: str = "cpu
             with me.comm.busy("compiling"), me.comm.busy("and more"):
                 me.say("busy")
                 me.hear()
-                time.sleep(LATE * SLOWER[device])  # being late is the subject
+                time.sleep(LATE * SLOWER[device] * times)  # being late is the subject
             worst = _step(a2a)
         else:
             me.say("busy")

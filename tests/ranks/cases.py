@@ -58,6 +58,7 @@ class Case:
             "mixed": min(max(2, self.replicas), self.world_size),
             "relayed": min(max(2, self.replicas), self.world_size),
             "relayed-copy": 2,
+            "undecided": 2,
         }.get(self.transport.partition(":")[0])
 
     @property

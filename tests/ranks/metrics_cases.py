@@ -17,7 +17,6 @@ from rank_cases import Runner, open_all_to_all
 
 from pplx_comm import metrics
 
-LATE_US = 40_000
 """How late a rank or a link is: far more than ranks wait for a core."""
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
 
@@ -82,7 +81,7 @@ def served(me: Any, case: Case) -> dict[str, Any]:
     return {"turns": turns, **stats}
 
 
-def told_of_steps(me: Any, case: Case, late: int | None, times: int, steps: int) -> list[dict[str, Any]]:
+def told_of_steps(me: Any, case: Case, late: int | None, late_us: int, times: int, steps: int) -> list[dict[str, Any]]:
     """Returns the counters before, and `times` times after `steps` steps. `late` has other work before each of them."""
     with me.communicator(node_size=case.node_size) as comm, open_all_to_all(Member(me.rank, me.world_size, comm=comm), case) as a2a:
         step(a2a, case)
@@ -90,7 +89,7 @@ def told_of_steps(me: Any, case: Case, late: int | None, times: int, steps: int)
         for _ in range(times):
             for _ in range(steps):
                 if me.rank == late:
-                    time.sleep(LATE_US / 1e6)
+                    time.sleep(late_us / 1e6)
                 step(a2a, case)
             told.append(comm.stats())
         comm.barrier()

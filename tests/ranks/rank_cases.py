@@ -72,12 +72,13 @@ def open_all_to_all(me: Any, case: Case, **changes: Any) -> pc.AllToAll:
         "relayed-dealt": {"transport": "auto", "provider": provider, "dedup": "node"},
         "relayed-alone": {"transport": "auto", "provider": provider, "dedup": "node"},
         "relayed-copy": {"transport": "auto", "provider": "copy", "placement": "device", "dedup": "node"},
+        "undecided": {"transport": "auto", "provider": provider, "dedup": "auto"},
     }[kind]
     arguments: dict[str, Any] = {
         "num_experts": case.num_experts, "top_k": case.top_k, "hidden": case.hidden, "max_tokens_per_rank": case.max_tokens,
         "dtype": DTYPES[case.dtype], "wire": case.wire, "layout": case.layout_object, "device": "cpu", "in_flight": case.in_flight,
         "scale_layout": case.scale_layout, "replicas": case.replicas, "slot_bytes": case.slot_bytes,
-        "combine_wire": case.combine_wire,
+        "combine_wire": case.combine_wire, "dedup": "rank",
         "proxy_threads": case.proxy_threads, "node_size": case.node_size, "timeout": 10.0, **where, **changes,
     }  # fmt: skip
     arguments["timeout"] = float(os.environ.get("PPLX_TEST_STEP_TIMEOUT", arguments["timeout"]))
@@ -529,7 +530,7 @@ def a_late_rank(me: Any, case: Case, late: int) -> None:
 
         def they_wait(came: str, step: int) -> bool:
             told = me.comm.control.ask(others, "account", 10.0)
-            ranks = accounts.jobs(told.values())[me.comm.control.job]
+            ranks = accounts.jobs(told.values()).get(me.comm.control.job, {})
             here = (of[came][other] == step for rank in ranks.values() for of in rank.all_to_alls for other in others)
             return all(rank.waits_for == {late} for rank in ranks.values()) and len(ranks) == len(others) and all(here)
 
@@ -662,10 +663,16 @@ def mapped_bytes(me: Any, case: Case) -> tuple[int, int]:
     required = pc.AllToAll.required_bytes(
         world_size=case.world_size, num_experts=case.num_experts, top_k=case.top_k, hidden=case.hidden,
         max_tokens_per_rank=case.max_tokens, dtype=DTYPES[case.dtype], wire=case.wire, layout=case.layout_object,
-        in_flight=case.in_flight, replicas=case.replicas, dedup="node" if case.relayed else "rank",
+        in_flight=case.in_flight, replicas=case.replicas, dedup="node" if case.relayed else "auto" if "undecided" in case.transport else "rank",
         remote_peers=sum(node != case.nodes[me.rank] for node in case.nodes),
     )  # fmt: skip
     return sum(end - begin for begin, end in ends), required
+
+
+def goes_by_node(me: Any, case: Case) -> bool:
+    with open_all_to_all(me, case) as a2a:
+        Runner(me, case, a2a).run()
+        return a2a._steps.session.config.node_ranks > 0
 
 
 def both_proxies_carry(me: Any, case: Case) -> None:

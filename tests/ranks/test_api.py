@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -262,7 +263,19 @@ def test_slots_of_rails(ranks: int, most: float) -> None:
     assert most * 0.99 < required / 2**30 < most
 
 
-@pytest.mark.parametrize("transport", ["relayed:tcp", "relayed-dealt:shm", "mixed:tcp"])
+@pytest.mark.parametrize(
+    ("changes", "by_node"),
+    [({}, True), ({"slot_bytes": 1 << 30}, True), ({"slot_bytes": 400_000, "max_tokens": 600}, False), ({"in_flight": 2}, False)],
+)
+def test_what_auto_is(changes: dict[str, Any], by_node: bool) -> None:
+    """dedup="auto" is "node" where its limits change nothing."""
+    case = Case(7, 4, transport="undecided:tcp", num_experts=16, top_k=4, **changes)
+    with Crew(4) as crew:
+        assert crew.run("rank_cases:goes_by_node", case) == [by_node] * 4
+        assert not any(crew.run("rank_cases:goes_by_node", replace(case, transport="proxy:tcp")))
+
+
+@pytest.mark.parametrize("transport", ["relayed:tcp", "relayed-dealt:shm", "mixed:tcp", "undecided:tcp"])
 def test_required_bytes_are_those_that_ranks_map(transport: str) -> None:
     """To the page."""
     with Crew(4) as crew:
@@ -277,7 +290,7 @@ def test_slots_on_gpus(ranks: int, most: float) -> None:
     """GiB of 128 tokens: slots for eight mapped ranks, and slots and send blocks for remote peers."""
     required = pc.AllToAll.required_bytes(
         world_size=ranks, num_experts=256, top_k=8, hidden=7168, max_tokens_per_rank=128, wire="fp8", remote_peers=ranks - 8,
-        device="cuda", layout=pc.Ragged(max_rows=1 << 17),
+        device="cuda", dedup="rank", layout=pc.Ragged(max_rows=1 << 17),
     )  # fmt: skip
     assert most * 0.99 < required / 2**30 < most
 
@@ -286,7 +299,7 @@ def test_slots_of_less_than_a_block() -> None:
     """slot_bytes bounds what large steps take, and leaves room for those that never go in pieces."""
     layer: dict[str, Any] = {
         "world_size": 64, "num_experts": 256, "top_k": 8, "hidden": 7168, "max_tokens_per_rank": 4096, "wire": "fp8",
-        "layout": pc.Ragged(max_rows=1 << 17), "remote_peers": 56,
+        "layout": pc.Ragged(max_rows=1 << 17), "remote_peers": 56, "dedup": "rank",
     }  # fmt: skip
     required = pc.AllToAll.required_bytes
     whole = required(**layer)

@@ -89,13 +89,44 @@ def test_a_late_rank(transport: str) -> None:
     assert not [one for one in desks.ask_all("facts") if one.pid in pids]
 
 
+def test_frames_of_cpp() -> None:
+    """Threads of the program and of the library wait in C++."""
+    with Crew(4) as crew:
+        crew.start("dump_cases:hangs", Case(22, 4, transport="mixed:tcp", max_tokens=8), LATE, None)
+        pids, job = started(crew)
+        when(rows(pids, awaited("mixed:tcp"), " for [0-9.]+ m?s"), "--job", job)
+        said = shown(str(pids[0]), "--frames")
+        main, *others = re.findall(r"  thread (\d+), (.*):\n((?:    .*\n)*)", said)
+        assert int(main[0]) == pids[0] and "pplx::cpu::" in main[2] and "_core." in main[2], said
+        proxies = [frames for _, name, frames in others if name == "pplx-proxy"]
+        assert proxies and all("pplx::" in frames for frames in proxies), said
+        assert "does not answer" not in said and "process" not in shown(str(pids[0])).splitlines()[-1], said
+        crew.tell(LATE)
+        crew.collect()
+
+
+def test_frames_where_the_signal_has_another_use() -> None:
+    done = run(
+        """
+        import os, signal
+        import pplx_comm
+        from pplx_comm import desks
+        comm = pplx_comm.Communicator.from_env()
+        signal.signal(signal.SIGRTMAX, lambda *_: None)
+        (mine,) = desks.ask_all("frames", os.getpid())
+        assert "has another use" in mine.value["problem"], mine
+        """
+    )
+    assert done.returncode == 0, done.stderr
+
+
 @pytest.mark.parametrize("call", ["barrier", "agree", "reset"])
 def test_a_collective_call(call: str) -> None:
     """Ranks that are in one say so, and for which rank they wait; none says so when it is over."""
     with Crew(4) as crew:
         crew.start("dump_cases:waits_in", Case(21, 4), call)
         pids, job = started(crew)
-        lines = [rf"^ +{rank}  \S+:{pids[rank]} +-  in {call} +rank {LATE}: the same call\n" for rank in (0, 1)]
+        lines = [rf"^ +{rank}  \S+:{pids[rank]} +-  in {call} for [0-9.]+ m?s +rank {LATE}: the same call\n" for rank in (0, 1)]
         said = when(
             "(?ms)" + "".join(lines) + f".*ranks 0, 1 and 3 wait for rank {LATE}, which waits for none: it is in no", "--job", job
         )

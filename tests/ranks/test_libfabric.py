@@ -39,7 +39,7 @@ def environment(library: str) -> dict[str, str]:
 
 
 def status_with(library: str) -> dict[str, Any]:
-    done = subprocess.run(PEER, env=environment(library), capture_output=True, text=True, timeout=60)
+    done = subprocess.run(PEER, env=environment(library), capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)
 

@@ -112,8 +112,8 @@ def test_the_whole_command(tmp_path: Path) -> None:
     """It starts its ranks, prints the table and draws the losses; as nothing may differ here, it ends with 1."""
     pytest.importorskip("matplotlib")
     environment, picture = {**clean_environment(), "PYTHONPATH": os.environ.get("PYTHONPATH", "")}, tmp_path / "losses.png"
-    options = ["--ranks", "2", "--steps", "2", "--precision", "bf16,fp8", "--within", "0", "--plot", str(picture)]
-    done = subprocess.run([sys.executable, str(TRAIN), *options], env=environment, capture_output=True, text=True, timeout=200)
+    options = ["--ranks", "2", "--steps", "1", "--precision", "bf16,fp8", "--within", "0", "--plot", str(picture)]
+    done = subprocess.run([sys.executable, str(TRAIN), *options], env=environment, capture_output=True, text=True, timeout=600)
     assert done.returncode == 1, done.stdout + done.stderr
     assert re.findall(r"^\| (\d) \| (\w+) \|", done.stdout, re.M) == [("2", "bf16"), ("2", "fp8")]
     assert picture.stat().st_size > 1000

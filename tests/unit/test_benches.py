@@ -40,7 +40,7 @@ def test_proxy(tmp_path: Path) -> None:
 def test_stages_where_there_is_no_gpu() -> None:
     """A build and a GPU note them: the error says which is missing."""
     done = run("stages.py", "--tokens", "1")
-    missing = ("PPLX_CUDA_STAGES", "no GPU", "CUDA module")
+    missing = ("PPLX_CUDA_STAGES", "no GPU")
     assert "dispatch ends" in done.stdout or (done.returncode == 1 and any(words in done.stderr for words in missing)), done
 
 

@@ -35,6 +35,12 @@ def test_python_files(tmp_path: Path) -> None:
     assert "pplx_comm/all_to_all.py" in names and not [name for name in names if "bench" in name or "test" in name]
 
 
+def test_the_wheel_of_stages_is_of_this_version() -> None:
+    of = {folder: (ROOT / folder / "pyproject.toml").read_text() for folder in (".", "tools/stages")}
+    [[version], [its]] = [re.findall(r'^version = "(.+)"', of[folder], re.M) for folder in of]
+    assert version == its and f'"pplx_comm=={version}"' in of["tools/stages"]
+
+
 def test_what_cmake_installs(tmp_path: Path) -> None:
     """The compiled part, from a build that is only configured."""
     run(

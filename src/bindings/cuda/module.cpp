@@ -249,7 +249,7 @@ void bind_exchange(py::module_& m) {
           "explain",
           [](const Exchange& e, std::uint32_t tokens) {
             py::list launches;
-            for (const Exchange::Explained& l : e.explain(tokens))
+            for (const ExplainedLaunch& l : e.explain(tokens))
               launches.append(py::dict(py::arg("call") = l.call, py::arg("kernel") = l.kernel, py::arg("grid") = l.grid,
                                        py::arg("block") = l.block, py::arg("shared_bytes") = l.smem, py::arg("why") = l.why));
             return launches;
@@ -265,8 +265,9 @@ void bind_exchange(py::module_& m) {
 #ifdef PPLX_CUDA_STAGES
       .def(
           "note_stages",
-          [](Exchange& e, Address stages, std::uint32_t warps) { e.note_stages(pointer<std::uint64_t>(stages), warps); },
-          py::arg("stages"), py::arg("warps"), "Device memory, int64 [stages, warps]: when each warp last came there, in ns; 0 ends it.")
+          [](Exchange& e, Address stages, std::uint32_t warps) { e.note_stages(pointer<std::uint64_t>(stages), 1, warps); },
+          py::arg("stages"), py::arg("warps"),
+          "Device memory, int64 [stages + spans, warps]: when each warp last came to a stage, in ns, and the cycles that it spent; 0 ends it.")
 #endif
       .def(
           "stamp", [](Exchange& e, Address stamps, std::uint32_t steps) { e.stamp(pointer<std::uint64_t>(stamps), steps); },
@@ -389,9 +390,12 @@ void bind(py::module_& m) {
 
 }  // namespace pplx::cuda
 
-#ifdef PPLX_CARRIER
+#if defined(PPLX_CARRIER)
 PYBIND11_MODULE(_nvshmem, m) {
   m.doc() = "The CUDA half of pplx_comm, with kernels that call NVSHMEM. Import pplx_comm._core first.";
+#elif defined(PPLX_CUDA_STAGES)
+PYBIND11_MODULE(_cuda_stages, m) {
+  m.doc() = "The CUDA half of pplx_comm, with kernels that note their stages. Import pplx_comm._core first.";
 #else
 PYBIND11_MODULE(_cuda, m) {
   m.doc() = "The CUDA half of pplx_comm. Import pplx_comm._core first.";

@@ -151,8 +151,8 @@ struct Common {
   std::uint32_t stamp_steps = 0;
   std::uint64_t rails = 0;  // remote peers that have slots here: with relays not all have
 #ifdef PPLX_CUDA_STAGES
-  std::uint64_t* stages = nullptr;  // [stage][stage_warps]
-  std::uint32_t stage_warps = 0;
+  std::uint64_t* stages = nullptr;  // [stage_steps][kStagesOfStep][stage_warps], then [kSpanNames][stage_warps]
+  std::uint32_t stage_steps = 1, stage_warps = 0;
 #endif
 #ifdef PPLX_CUDA_FUZZ
   std::uint64_t fuzz_seed = 1;

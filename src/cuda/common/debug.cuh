@@ -7,15 +7,26 @@
 
 namespace pplx::cuda {
 
-// ---- bench/stages.py (PPLX_CUDA_STAGES): when each warp last came to each stage, and the time that large launches spend ----
+// ---- PPLX_CUDA_STAGES: when each warp last came to each stage of a step, and for bench/stages.py the time that large launches spend ----
 
 #ifdef PPLX_CUDA_STAGES
-__device__ inline void mark_stage(const Common& k, Stage stage) {
-  if (k.stages == nullptr || threadIdx.x % 32 != 0) return;
-  std::uint64_t now;
-  asm volatile("mov.u64 %0, %globaltimer;" : "=l"(now)::"memory");
-  k.stages[static_cast<std::uint32_t>(stage) * k.stage_warps + blockIdx.x * kMostWarps + threadIdx.x / 32] = now;
+__device__ inline void mark_stage_here(const Common& k, std::uint32_t step, Stage stage) {
+  if (k.stages == nullptr) return;
+  k.stages[stage_word(step % k.stage_steps, stage, k.stage_warps, blockIdx.x * kMostWarps + threadIdx.x / 32)] = nanoseconds();
 }
+__device__ inline void mark_stage(const Common& k, std::uint32_t step, Stage stage) {
+  if (threadIdx.x % 32 == 0) mark_stage_here(k, step, stage);
+}
+// Any thread of a warp may call it.
+__device__ inline void mark_told(const Common& k, std::uint32_t step, Op op) {
+  mark_stage_here(k, step, op == Op::Dispatch ? Stage::Told : Stage::ToldOfSums);
+}
+#else
+__device__ inline void mark_told(const Common&, std::uint32_t, Op) {}
+__device__ inline void mark_stage(const Common&, std::uint32_t, Stage) {}
+#endif
+
+#if defined(PPLX_CUDA_STAGES) && !defined(PPLX_EMULATION)
 
 // Counts the time until its end as its warp's, for `what`.
 class SpanTimer {
@@ -32,12 +43,11 @@ class SpanTimer {
   __device__ static void end(const Common& k) {
     __syncwarp();
     for (std::uint32_t i = threadIdx.x % 32; k.stages != nullptr && i < kSpanNames; i += 32)
-      k.stages[(sizeof kStages / sizeof *kStages + i) * k.stage_warps + blockIdx.x * kMostWarps + threadIdx.x / 32] +=
+      k.stages[(k.stage_steps * kStagesOfStep + i) * k.stage_warps + blockIdx.x * kMostWarps + threadIdx.x / 32] +=
           of_block()[i * kMostWarps + threadIdx.x / 32];
   }
 
  private:
-  static constexpr std::uint32_t kSpanNames = sizeof kSpans / sizeof *kSpans;
   __device__ static std::uint64_t* of_block() {
     __shared__ std::uint64_t spent[kSpanNames * kMostWarps];
     return spent;
@@ -52,7 +62,6 @@ class SpanTimer {
   const long long begun_;
 };
 #else
-__device__ inline void mark_stage(const Common&, Stage) {}
 struct SpanTimer {
   __device__ SpanTimer(const Common&, Span) {}
   __device__ static void begin() {}

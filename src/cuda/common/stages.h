@@ -1,9 +1,13 @@
-// Names of what bench/stages.py measures, in the order in which it lists it.
+// Names of what a build with PPLX_CUDA_STAGES notes, in the order in which bench/stages.py lists it.
 #pragma once
+
+#include <cstddef>
+#include <cstdint>
 
 namespace pplx::cuda {
 
-// The stages of a launch.
+// The stages of a launch: all of a dispatch from its first to its last, then those of a combine. Where it begins its step is not known
+// yet, and counts as 0.
 #define PPLX_STAGES(stage) \
   stage(DispatchBegins, "dispatch begins") \
   stage(Claimed, "unit and step there") \
@@ -16,16 +20,17 @@ namespace pplx::cuda {
   stage(ExpertsPlaced, "experts placed") \
   stage(RowThere, "row there") \
   stage(RowPlaced, "row placed") \
+  stage(Told, "proxy told") \
+  stage(Heard, "proxy heard") \
+  stage(PassedOn, "passed on") \
   stage(DispatchEnds, "dispatch ends") \
   stage(CombineBegins, "combine begins") \
   stage(Found, "row's places there") \
   stage(Sent, "sum stored") \
   stage(Came, "rows there") \
   stage(Added, "added") \
-  stage(CombineEnds, "combine ends") \
-  stage(Told, "proxy told") \
-  stage(Heard, "proxy heard") \
-  stage(PassedOn, "passed on")
+  stage(ToldOfSums, "proxy told of sums") \
+  stage(CombineEnds, "combine ends")
 
 // The work and the waits of a warp in a large launch.
 #define PPLX_SPANS(span) \
@@ -64,5 +69,11 @@ enum class Stage { PPLX_STAGES(PPLX_ENTRY) };
 enum class Span { PPLX_SPANS(PPLX_ENTRY) };
 inline constexpr const char* kStages[] = {PPLX_STAGES(PPLX_TEXT)};
 inline constexpr const char* kSpans[] = {PPLX_SPANS(PPLX_TEXT)};
+inline constexpr std::uint32_t kStagesOfStep = sizeof kStages / sizeof *kStages, kSpanNames = sizeof kSpans / sizeof *kSpans;
+
+// The place of a warp's time in [steps][kStagesOfStep][warps].
+constexpr std::size_t stage_word(std::uint32_t slot, Stage stage, std::uint32_t warps, std::uint32_t warp) {
+  return (std::size_t{slot} * kStagesOfStep + static_cast<std::uint32_t>(stage)) * warps + warp;
+}
 
 }  // namespace pplx::cuda

@@ -13,7 +13,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(
   PPLX_SHARED(typename CombineExtras<kMappedOnly>::Shared, s);
   const Common& k = a.common;
   const std::uint64_t begun = begin_launch(k);
-  mark_stage(k, Stage::CombineBegins);
+  mark_stage(k, 0, Stage::CombineBegins);
   Places places;
   if (a.send) load_first_places<kMappedOnly>(a, places);
   const std::uint32_t entry = a.recv ? load_token_row(a, receive_unit(first_of_warp())) : kNone;
@@ -42,7 +42,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(
     receive_combine<T, kMappedOnly>(a, step, s);
     close_set(k, step);
   }
-  mark_stage(k, Stage::CombineEnds);
+  mark_stage(k, step, Stage::CombineEnds);
   stamp(k, Op::Combine, step, a.send, begun);
   end_launch(k, Op::Combine, a.send, a.recv, false, begun);
 }

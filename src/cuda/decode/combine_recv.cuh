@@ -155,7 +155,7 @@ __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t st
   for (std::uint32_t first = 0; first < n; first += ArrivingStrips::kRows) {
     ArrivingStrips strips(begin, end);
     if (!await_strips<kMappedOnly, T>(a, step, first, n, row, entry, strips)) return false;
-    mark_stage(k, Stage::Came);
+    mark_stage(k, step, Stage::Came);
 #pragma unroll
     for (int i = 0; i < strips.kRows; ++i) {
       if (strips.row[i] == nullptr) continue;
@@ -169,7 +169,7 @@ __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t st
     strips.make_places_blank();
   }
   sums.store(y, begin, end);
-  mark_stage(k, Stage::Added);
+  mark_stage(k, step, Stage::Added);
   if constexpr (kGives) CombineExtras<kMappedOnly>::give_strip(k, step, own, sums, begin, end);
   if constexpr (!kMappedOnly)
     if (a.has_tail && strip == a.received_in.strips - 1)

@@ -213,7 +213,7 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   const std::uint32_t n = places.check(a);
   if constexpr (!kMappedOnly)
     if (a.uses_weights && !CombineExtras<kMappedOnly>::sent_weight(a, step, of.source, of.row, places.weight)) return;
-  mark_stage(k, Stage::Found);
+  mark_stage(k, step, Stage::Found);
 
   const std::uint32_t last = min(strip + units.together, a.sent.strips);
   const bool remote = !kMappedOnly && is_carried(k, of.source);
@@ -232,7 +232,7 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
       sums.send(to, begin, end);
     fuzz_delay(k, std::uint64_t{step} << 32 | begin);
   }
-  mark_stage(k, Stage::Sent);
+  mark_stage(k, step, Stage::Sent);
   const bool with_tail = !kMappedOnly && a.has_tail && last == a.sent.strips;
   if constexpr (!kMappedOnly)
     if (with_tail) CombineExtras<kMappedOnly>::write_tail(a, places.choices, places.out_row, to + k.combine.tail_at);

@@ -21,7 +21,7 @@ static_assert(kObserver < kDispatchWarps);
 // Meets the whole block, while its first loads are under way. Returns the step, which the publisher has read.
 __device__ inline std::uint32_t hear_step(const Common& k, const SendShared& s) {
   __syncthreads();
-  mark_stage(k, Stage::Claimed);
+  mark_stage(k, s.step, Stage::Claimed);
   return s.step;
 }
 
@@ -33,7 +33,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_con
   const Common& k = a.common;
   const std::uint32_t warp = threadIdx.x / 32;
   const std::uint64_t begun = begin_launch(k);
-  mark_stage(k, Stage::DispatchBegins);
+  mark_stage(k, 0, Stage::DispatchBegins);
   if (threadIdx.x == 0) {
     s.receive.rows_known.init();
     s.receive.placed.init();
@@ -71,7 +71,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_con
     receive_dispatch<kMappedOnly, kHooks>(a, step, s.receive, experts);
     if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);
   }
-  mark_stage(k, Stage::DispatchEnds);
+  mark_stage(k, step, Stage::DispatchEnds);
   stamp(k, Op::Dispatch, step, a.send, begun);
   end_launch(k, Op::Dispatch, a.send, a.recv, false, begun);
 }

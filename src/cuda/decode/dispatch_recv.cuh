@@ -151,14 +151,14 @@ __device__ inline bool receive_part(const DispatchArguments& a, std::uint32_t st
   if (of_node) part.load(k, part.wanted);
   if (of_node && part.route.w != k.c.rank) part.route.x = kNowhere;  // a mate's choice
   if (!of_node && !fetch_part<kMappedOnly>(k, step, r.source, number, shows, part)) return false;
-  mark_stage(k, Stage::RowThere);
+  mark_stage(k, step, Stage::RowThere);
   s.placed.wait();
   if (!s.placed_all || !read_route(a, step, part.route, e, r)) return false;
   place_copies(a, r, part, quantised(k.c.wire) && nth == k.parts - 1);
   if (nth == 0) place_words(a, r);
   if constexpr (kHooks) HookWords<kHooks>::count_placed(a, r.out_row, 1);
   if (mapped && number < k.showing_rows) part.make_places_blank(k);
-  mark_stage(k, Stage::RowPlaced);
+  mark_stage(k, step, Stage::RowPlaced);
   return true;
 }
 

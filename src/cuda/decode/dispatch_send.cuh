@@ -308,7 +308,7 @@ __device__ inline void send_tokens(const DispatchArguments& a, std::uint32_t ste
     tell_rows(k, t, i, unit);
     if (kMappedOnly || a.ids != nullptr) keep_in_plan(a, first + i, t);
   }
-  mark_stage(k, Stage::Stored);
+  mark_stage(k, step, Stage::Stored);
 }
 
 // A thread block's progress.
@@ -361,7 +361,7 @@ __device__ inline void send_unit(const DispatchArguments& a, std::uint32_t step,
       send_counts<kMappedOnly>(a, step, peer, s, experts);
     else if constexpr (!kMappedOnly)
       if (s.may_send && (a.relays.skipped >> peer & 1) == 0) DispatchExtras<kMappedOnly>::write_header(a, step, peer, s, experts);
-    mark_stage(k, Stage::Counted);
+    mark_stage(k, step, Stage::Counted);
     return;
   }
   if (!kMappedOnly && k.remote != 0 && !s.may_send) return;  // all has failed, and ends; the blocks may still be read
@@ -371,7 +371,7 @@ __device__ inline void send_unit(const DispatchArguments& a, std::uint32_t step,
     sync_senders();
     write_given_scales(a, first, n, s.units[turn]);
   }
-  mark_stage(k, Stage::Routed);
+  mark_stage(k, step, Stage::Routed);
   signal(kStored + turn);
 }
 
@@ -392,7 +392,7 @@ __device__ inline void send_share(const DispatchArguments& a, std::uint32_t step
       *a.received.step = step;  // the step's other phases read it there
       take_set(k, step);
     }
-    mark_stage(k, Stage::RowsPlanned);
+    mark_stage(k, step, Stage::RowsPlanned);
     send_unit<Mode, kMappedOnly>(a, step, unit, sending, early, s, experts);
     if (unit + gridDim.x >= a.units) return;
     early.load_unit(a, unit + gridDim.x);
@@ -454,7 +454,7 @@ __device__ inline void publish_dispatch(const DispatchArguments& a, SendShared& 
       publish(k, unit.row[token][nth] + k.dispatch.arrival_at, arrival_word(k.generation, s.step));
       any = true;
     }
-    if (__any_sync(~0u, any)) mark_stage(k, Stage::Published);
+    if (__any_sync(~0u, any)) mark_stage(k, s.step, Stage::Published);
     signal(kPublished + turn);
   }
 }

@@ -548,8 +548,9 @@ Counters Exchange::counters() const {
 }
 
 #ifdef PPLX_CUDA_STAGES
-void Exchange::note_stages(std::uint64_t* stages, std::uint32_t warps) {
+void Exchange::note_stages(std::uint64_t* stages, std::uint32_t steps, std::uint32_t warps) {
   common_.stages = stages;
+  common_.stage_steps = steps;
   common_.stage_warps = warps;
 }
 #endif
@@ -559,6 +560,10 @@ void Exchange::note_kernels() {
   const OnDevice on(device_);
   if (timeline_ == nullptr) timeline_ = std::make_unique<Timeline>(own_stream_);
   stamp(timeline_->stamps(), Timeline::kSteps);
+#ifdef PPLX_CUDA_STAGES
+  const std::uint32_t warps = sms_of_gpu(device_) * kMostWarps;
+  note_stages(timeline_->stages(warps), Timeline::kStageSteps, warps);
+#endif
 }
 
 void Exchange::tell_kernels() {

@@ -138,14 +138,9 @@ class Exchange {
   Standing standing() const;
   std::uint32_t large_tokens() const { return large_tokens_; }
   // A launch as the table has it, and the reason.
-  struct Explained {
-    const char *call, *kernel;
-    std::uint32_t grid, block, smem;
-    std::string why;
-  };
-  std::vector<Explained> explain(std::uint32_t tokens) const;  // the launches of a step of this many tokens
+  std::vector<ExplainedLaunch> explain(std::uint32_t tokens) const;  // the launches of a step of this many tokens
 #ifdef PPLX_CUDA_STAGES
-  void note_stages(std::uint64_t* stages, std::uint32_t warps);  // device memory, [stage][warps]
+  void note_stages(std::uint64_t* stages, std::uint32_t steps, std::uint32_t warps);  // Common::stages
 #endif
   void stamp(std::uint64_t* stamps, std::uint32_t steps);  // Common::stamps
   void note_kernels();  // in a timeline, from the next launches on that are not in a graph yet

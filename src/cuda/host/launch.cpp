@@ -191,7 +191,7 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
   return step;
 }
 
-std::vector<Exchange::Explained> Exchange::explain(std::uint32_t tokens) const {
+std::vector<ExplainedLaunch> Exchange::explain(std::uint32_t tokens) const {
   const std::lock_guard<std::mutex> lock(mutex_);
   const Config& c = common_.c;
   const std::uint32_t own = common_.slice.tokens(tokens);

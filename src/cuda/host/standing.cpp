@@ -36,6 +36,8 @@ Standing Exchange::standing() const {
 
   Standing s;
   s.device = "cuda";
+  s.launches.emplace_back(1, explain(1));
+  if (c.max_tokens > 1) s.launches.emplace_back(c.max_tokens, explain(c.max_tokens));
   s.generation = k.generation;
   s.next_step = static_cast<std::uint32_t>(control->step >> 32);
   const auto tagged = [&](std::uint32_t tag) {   // as an arrival word

@@ -1,10 +1,11 @@
 // When an AllToAll's kernels began and ended, on this host's clock, for a timeline (src/host/trace.h). They write it to host memory as
-// they end, so that nothing waits for them.
+// they end, so that nothing waits for them. With PPLX_CUDA_STAGES, when warps came to the stages between, too.
 #pragma once
 
 #include <cuda_runtime_api.h>
 
 #include <cstdint>
+#include <vector>
 
 #include "../../protocol/config.h"
 
@@ -13,17 +14,24 @@ namespace pplx::cuda {
 class Timeline {
  public:
   explicit Timeline(cudaStream_t stream);   // finds out how the GPU's clock goes, on that stream
-  ~Timeline() { cudaFreeHost(memory_); }
+  ~Timeline();
   Timeline(const Timeline&) = delete;
   Timeline& operator=(const Timeline&) = delete;
 
-  static constexpr std::uint32_t kSteps = 4096;   // the latest that are kept
+  static constexpr std::uint32_t kSteps = 4096, kStageSteps = 32;   // the latest that are kept
   std::uint64_t* stamps() const { return memory_ + 1; }
+  std::uint64_t* stages(std::uint32_t warps);     // device memory for launches of at most that number of warps
   void tell(const Config& c);                     // those that were not told yet, to this module's Trace
 
  private:
+  void tell_stages(const Config& c, std::uint32_t step, std::uint32_t launch, std::uint64_t from, std::uint64_t until);
+
+  cudaStream_t stream_;
   std::uint64_t* memory_ = nullptr;               // the GPU's clock, then the stamps
   std::uint64_t ahead_ = 0;                       // nanoseconds that the host's clock is ahead of the GPU's, modulo 2^64
+  std::uint64_t* stages_ = nullptr;
+  std::uint32_t stage_warps_ = 0;
+  std::vector<std::uint64_t> read_;               // stages, as they were when they were last told
 };
 
 }  // namespace pplx::cuda

@@ -32,7 +32,7 @@ struct Copies {
     } else if (warp == kLoader) {
       if (a.send) CopyLoader<T>(a, step, s, s.copies, memory).load();
     } else if (warp == kStorer) {
-      if (a.send) CopyStorer(a, s.copies, memory).store();
+      if (a.send) CopyStorer(a, step, s.copies, memory).store();
     } else if (warp == kCopyTeller) {
       if (a.send) tell_of_copies(a.common, step, s.copies);
     } else if (warp == kDealer) {
@@ -121,7 +121,7 @@ __global__ void __launch_bounds__(How::kThreads, 1) combine(const __grid_constan
   PPLX_SHARED(typename How::Shared, s);
   const Common& k = a.common;
   const std::uint64_t begun = begin_launch(k);
-  mark_stage(k, Stage::CombineBegins);
+  mark_stage(k, 0, Stage::CombineBegins);
   SpanTimer::begin();
   const std::uint32_t warp = threadIdx.x / 32;
   s.prepare(warp);
@@ -131,7 +131,7 @@ __global__ void __launch_bounds__(How::kThreads, 1) combine(const __grid_constan
   count_step(a, s.rows_begin);
   How::template work<T>(a, step, s, reinterpret_cast<char*>(words), warp);
   if (a.recv) close_set(k, step);
-  mark_stage(k, Stage::CombineEnds);
+  mark_stage(k, step, Stage::CombineEnds);
   SpanTimer::end(k);
   stamp(k, Op::Combine, step, a.send, begun);
   end_launch(k, Op::Combine, a.send, a.recv, true, begun);

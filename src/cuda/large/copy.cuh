@@ -117,8 +117,8 @@ class CopyLoader {
 // The storer: one warp, of which the first lane stores and waits for its stores.
 class CopyStorer {
  public:
-  __device__ CopyStorer(const CombineArguments& a, CopyRings& rings, const char* ring)
-      : k_(a.common), rings_(rings), ring_(ring), under_way_(a.recv ? senders_of(gridDim.x, min(kCopyBytes, k_.row_bytes), kMostUnderWay) : kMostUnderWay) {}
+  __device__ CopyStorer(const CombineArguments& a, std::uint32_t step, CopyRings& rings, const char* ring)
+      : k_(a.common), step_(step), rings_(rings), ring_(ring), under_way_(a.recv ? senders_of(gridDim.x, min(kCopyBytes, k_.row_bytes), kMostUnderWay) : kMostUnderWay) {}
 
   __device__ void store() {
     const SpanTimer all(k_, Span::SendingSums);
@@ -141,7 +141,7 @@ class CopyStorer {
       last_ = place_.at;
       ++sent_;
       if (part.run != nullptr) end_run(part.run, part.rows);
-      mark_stage(k_, Stage::Sent);
+      mark_stage(k_, step_, Stage::Sent);
     }
     if (threadIdx.x % 32 == 0) bulk_await_stored<0>();
     tell_of(sent_);
@@ -169,6 +169,7 @@ class CopyStorer {
   }
 
   const Common& k_;
+  const std::uint32_t step_;
   CopyRings& rings_;
   const char* const ring_;
   const std::uint32_t under_way_;

@@ -269,7 +269,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1) dispatch(const __grid_consta
   PPLX_SHARED(DispatchShared<kRounds>, s);
   const Common& k = a.common;
   const std::uint64_t begun = begin_launch(k);
-  mark_stage(k, Stage::DispatchBegins);
+  mark_stage(k, 0, Stage::DispatchBegins);
   SpanTimer::begin();
   char* const launched = reinterpret_cast<char*>(words);
   prepare<Mode>(k, s);
@@ -299,7 +299,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1) dispatch(const __grid_consta
     if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);
   }
   if (a.send) leave_plan(a, s.last);
-  mark_stage(k, Stage::DispatchEnds);
+  mark_stage(k, step, Stage::DispatchEnds);
   SpanTimer::end(k);
   stamp(k, Op::Dispatch, step, a.send, begun);
   end_launch(k, Op::Dispatch, a.send, a.recv, true, begun);

@@ -157,7 +157,7 @@ class RowCarrier {
       const bool good = lane >= run.rows || has_come(word, run.source, round);
       if (!all_of_warp(good)) return false;
     }
-    mark_stage(k_, Stage::RowThere);
+    mark_stage(k_, step_, Stage::RowThere);
     RowEnd end = load_end(row);
     uint4 v[kVectors];
 #pragma unroll
@@ -171,7 +171,7 @@ class RowCarrier {
       if (next != nullptr) end = load_end(next);
       if (!carry_row(run.source, run.first + i, its_end, row, next, v, kRounds ? blank : run.first + i < k_.showing_rows)) return false;
     }
-    mark_stage(k_, Stage::RowPlaced);
+    mark_stage(k_, step_, Stage::RowPlaced);
     return true;
   }
 

@@ -105,7 +105,7 @@ class SumDealer : RowDealer {
       const SpanTimer waits(k_, Span::AwaitingSums);
       if (!all_of_warp(!comes || wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank))) return false;
     }
-    mark_stage(k_, Stage::Came);
+    mark_stage(k_, step_, Stage::Came);
     fence_copies();
     if (k_.c.layout != LayoutKind::Compact && choice() >= __popc(looked.places)) looked.place = kNone;
     looked.place = checked(looked.place);
@@ -185,7 +185,7 @@ class SumDealer : RowDealer {
 template <typename T, typename Adders, bool kExtras = false>
 class SumAdder : RowAdder<Adders> {
   using Base = RowAdder<Adders>;
-  using Base::a_, Base::k_, Base::part_, Base::kVectors;
+  using Base::a_, Base::k_, Base::part_, Base::step_, Base::kVectors;
   using Base::at, Base::leave, Base::look, Base::take;
 
  public:
@@ -212,7 +212,7 @@ class SumAdder : RowAdder<Adders> {
       add_nodes(first.peers, bytes, y);
     else
       add_all(first, bytes, y);
-    mark_stage(k_, Stage::Added);
+    mark_stage(k_, step_, Stage::Added);
   }
 
   __device__ void add_two(std::uint32_t bytes, char* y) {

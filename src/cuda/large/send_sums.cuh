@@ -96,7 +96,7 @@ class SendDealer : RowDealer {
     char* rows = block_for<!kExtras>(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(slot_row);
     if (kExtras && is_remote(k_, run.source)) rows += k_.heap.piece_at(Op::Combine, round);
     const bool by_word = has_many(s_, run.source);
-    mark_stage(k_, Stage::Found);
+    mark_stage(k_, step_, Stage::Found);
     const RunEnd end{static_cast<std::uint16_t>(round), static_cast<std::uint8_t>(run.source), static_cast<std::uint8_t>(run.rows)};
     DealtRow dealt;
     dealt.weight = looked.weight;
@@ -176,7 +176,7 @@ class SendAdder : RowAdder<Adders> {
         store16(to + at(j), v);
     }
     if (!shows) fill({first.row, first.at, first.run});
-    mark_stage(k_, Stage::Sent);
+    mark_stage(k_, step_, Stage::Sent);
   }
 
   __device__ std::uint32_t place_out() const { return filled_ % kPartsOut; }

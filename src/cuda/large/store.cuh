@@ -181,7 +181,7 @@ __device__ inline void tell_of_rows(const DispatchArguments& a, std::uint32_t st
         if (k.remote != 0 && batch.tokens != 0 && batch.sent) count_tokens_of_round(a, step, round, batch.tokens);
       mbarrier_arrive_of_warp(rings.told + told % kBatches);
     }
-    mark_stage(k, Stage::Published);
+    mark_stage(k, step, Stage::Published);
   }
 }
 

@@ -161,7 +161,7 @@ static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, 
     publish_row_counts(k, step, a.plan.rows);
   }
   if (k.remote != 0) begin_remote_blocks(a, step);
-  mark_stage(k, Stage::Counted);
+  mark_stage(k, step, Stage::Counted);
 }
 
 // Adds, by one warp, what has been counted to one of the sums of all chunks.

@@ -266,12 +266,12 @@ __device__ inline void place_rows(const DispatchArguments& a, std::uint32_t step
   const Common& k = a.common;
   const bool reports = reports_counts();
   bool good = read_choices(k, step, reports, s, e);
-  mark_stage(k, Stage::CountsThere);
+  mark_stage(k, step, Stage::CountsThere);
   const bool too_many_of_one = good && place_experts(a, reports, s, e);
   if (threadIdx.x % 32 == 0) s.placed_all = good;
   s.placed.set();
   __syncwarp();
-  mark_stage(k, Stage::ExpertsPlaced);
+  mark_stage(k, step, Stage::ExpertsPlaced);
   if (!reports) return;
   s.rows_known.wait();
   good = good && s.good;

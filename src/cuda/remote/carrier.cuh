@@ -37,7 +37,7 @@ __device__ inline void put_part(const Common& k, std::uint32_t step, Op op, std:
   ++*of_signal(k.puts->posted, k, step, op, part, peer);
   carrier::put(k, peer, context_of(k, step, op), k.blocks + k.heap.remote_slot_at(set, op, k.slot_at[peer]) + begin,
                block_for(k, set, op, peer) + begin, end - begin, signal_of(k, step, op, part, k.c.rank));
-  mark_stage(k, Stage::Told);
+  mark_told(k, step, op);
 }
 
 // A turn of a part that was not heard of yet, and how far its signal counts then, since there are signals.

@@ -83,7 +83,7 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
     const std::uint32_t n = min(32u, peers - begin), peer = group[min(lane, n - 1)];
     const bool there = lane >= n || wait_for_block<kPieces>(k, step, Op::Dispatch, Phase::DispatchRecv, peer);
     if (!all_of_warp(there)) return;
-    mark_stage(k, Stage::Heard);
+    mark_stage(k, step, Stage::Heard);
     const BlockHeader h = load_header(own_slot(k, set, Op::Dispatch, peer));
     pass_on_counts(k, step, group, n);
     // Counts are not used before it is known how many rows there are.
@@ -97,7 +97,7 @@ __device__ inline void pass_on_dispatches(const DispatchArguments& a, std::uint3
         store_release_here(remote_word(k, a.pieces, RemoteWord::Landed, step, Op::Dispatch, peer), pieces_word(k.generation, step, 1));
       }
     }
-    mark_stage(k, Stage::PassedOn);
+    mark_stage(k, step, Stage::PassedOn);
     if (!__all_sync(~0u, good)) return;
   }
   if constexpr (!kPieces) {

@@ -111,7 +111,7 @@ __device__ inline void hand_over(const Common& k, std::uint32_t step, Op op, std
   }
   fuzz_delay(k, rows + parts);
   announce<Atomics>(mailbox_of(k, step, op, peer), k.generation, {step, rows, false, parts}, *announced(k, step, op, peer));
-  mark_stage(k, Stage::Told);
+  mark_told(k, step, op);
 }
 
 // How many rows a block has: known, or to be read once its header is there.

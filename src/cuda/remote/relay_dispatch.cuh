@@ -83,7 +83,7 @@ __device__ inline bool pass_on_node(const DispatchArguments& a, std::uint32_t st
   const Relays& r = a.relays;
   const std::uint32_t set = set_of(k.c, step), lane = threadIdx.x % 32;
   if (!all_of_warp(lane != 0 || wait_for_block(k, step, Op::Dispatch, Phase::DispatchRecv, source))) return false;
-  mark_stage(k, Stage::Heard);
+  mark_stage(k, step, Stage::Heard);
   const BlockHeader h = load_header(own_slot(k, set, Op::Dispatch, source));
   if (!all_of_warp(lane != 0 || check_header(k, h, Phase::DispatchRecv, step, source))) return false;
   const std::uint32_t rows = __shfl_sync(~0u, h.rows, 0);
@@ -100,7 +100,7 @@ __device__ inline bool pass_on_node(const DispatchArguments& a, std::uint32_t st
   __syncwarp();
   fuzz_delay(k, source);
   if (is_mate) raise_arrival<Atomics>(k.peers[r.rank[lane]], k.heap, k.c, Signal::Dispatch, source, k.generation, step);
-  mark_stage(k, Stage::PassedOn);
+  mark_stage(k, step, Stage::PassedOn);
   if (lane == 0) see_it_leave(k, step, Op::Combine, Phase::CombineSend, source);
   __syncwarp();
   return true;

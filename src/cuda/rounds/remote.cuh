@@ -82,13 +82,13 @@ __device__ inline void hand_over(const Common& k, const PieceArguments& p, std::
   if (kCarrier) {
     *announced(k, step, op, peer) = arrival_word(k.generation, step);
     put_piece(k, step, op, peer, round, rows);
-    mark_stage(k, Stage::Told);
+    mark_told(k, step, op);
     return;
   }
   set_rows_of_piece(k.heap, k.c, k.host, step, op, peer, round, rows);
   *remote_word(k, p, RemoteWord::Told, step, op, peer) = pieces_word(k.generation, step, round + 1);
   announce<Atomics>(mailbox_of(k, step, op, peer), k.generation, {step, round + 1, true}, *announced(k, step, op, peer));
-  mark_stage(k, Stage::Told);
+  mark_told(k, step, op);
 }
 
 // Counts `more` parts that the lanes of a warp have stored and awaited. True: the round is complete.
