@@ -29,7 +29,8 @@ from bench.harness.world import World
 from bench.proxy import markdown
 from pplx_comm.all_to_all import AllToAll
 from pplx_comm.errors import Error
-from pplx_comm.gpus import cuda_module, load_stages
+from pplx_comm.gpus import cuda_module
+from pplx_comm.trace import load_stages
 
 MOST_WARPS = 16 * 1024
 FIRST, MEDIAN, LAST = 0.0, 0.5, 1.0

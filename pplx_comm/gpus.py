@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 from typing import Any
 
@@ -10,22 +9,11 @@ import torch
 
 from pplx_comm.errors import Error
 
-_WITH_STAGES = "pplx_comm._cuda_stages"
-
-
-def load_stages() -> bool:
-    """This process takes the module whose kernels note their stages, if there is one. False: it has the other one already."""
-    if _WITH_STAGES not in sys.modules and "pplx_comm._cuda" not in sys.modules:
-        with contextlib.suppress(ImportError):
-            import pplx_comm._core
-            import pplx_comm._cuda_stages  # noqa: F401
-    return _WITH_STAGES in sys.modules
-
 
 def built() -> Any:
     """pplx_comm._cuda, or _cuda_stages where that is loaded, or an Error that says why there is none."""
-    if _WITH_STAGES in sys.modules:
-        return sys.modules[_WITH_STAGES]
+    if "pplx_comm._cuda_stages" in sys.modules:
+        return sys.modules["pplx_comm._cuda_stages"]
     try:
         import pplx_comm._core  # first: _cuda's types are made of its  # noqa: F401
         import pplx_comm._cuda as _cuda

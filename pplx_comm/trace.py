@@ -40,7 +40,6 @@ from pplx_comm import perfetto
 from pplx_comm.control import deadlines
 from pplx_comm.control.plane import ControlPlane
 from pplx_comm.errors import Error
-from pplx_comm.gpus import load_stages
 from pplx_comm.log import log
 from pplx_comm.settings import Watching, read
 
@@ -103,6 +102,14 @@ def start() -> None:
     for one in list(_Calls.on_gpus):
         one.note_kernels()
     _Calls.on = True
+
+
+def load_stages() -> bool:
+    """This process takes the module whose kernels note their stages, if there is one. False: it has the other one already."""
+    if "pplx_comm._cuda" not in sys.modules:
+        with contextlib.suppress(ImportError):
+            import pplx_comm._cuda_stages  # noqa: F401
+    return "pplx_comm._cuda_stages" in sys.modules
 
 
 def add(one: Kernels) -> None:
