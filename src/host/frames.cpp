@@ -14,11 +14,13 @@
 #include <cerrno>
 #include <csignal>
 #include <cstdint>
+#include <cstdio>
 #include <cstdlib>
 #include <ctime>
 #include <filesystem>
 #include <fstream>
 #include <memory>
+#include <string>
 #include <vector>
 
 #include "signals.h"
@@ -28,7 +30,7 @@ namespace pplx {
 namespace {
 
 constexpr int kMostFrames = 64, kOfTheSignal = 2;   // the innermost are the handler's and its return
-constexpr std::int64_t kPatienceNs = 200'000'000;
+constexpr time_t kPatienceSeconds = 1;   // for all threads together
 
 // A question to one thread. It stays if there is no answer in time: the answer may come later.
 struct Look {
@@ -107,27 +109,23 @@ std::string frame_of(const void* at) {
   return (symbol.empty() ? "" : readable(symbol) + " in ") + std::filesystem::path(of.dli_fname).filename().string() + text;
 }
 
-// JSON of its frames; "null": it does not answer.
-std::string frames_of(pid_t thread) {
+// None: the thread is gone.
+Look* ask(pid_t thread) {
   auto look = std::make_unique<Look>();
   sem_init(&look->done, 0, 0);
   siginfo_t info{};
   info.si_code = SI_QUEUE;
   info.si_pid = getpid();
   info.si_ptr = look.get();
-  if (syscall(SYS_rt_tgsigqueueinfo, getpid(), thread, frames_signal(), &info) != 0) return "null";
-  timespec until{};
-  clock_gettime(CLOCK_REALTIME, &until);
-  const std::int64_t ns = until.tv_nsec + kPatienceNs;
-  until.tv_sec += ns / 1'000'000'000;
-  until.tv_nsec = ns % 1'000'000'000;
-  int waited = 0;
-  while ((waited = sem_timedwait(&look->done, &until)) != 0 && errno == EINTR) {
-  }
-  if (waited != 0) {
-    look.release();
-    return "null";
-  }
+  return syscall(SYS_rt_tgsigqueueinfo, getpid(), thread, frames_signal(), &info) == 0 ? look.release() : nullptr;
+}
+
+// JSON of the frames that a thread answers; "null": it does not.
+std::string answer_of(Look* asked, const timespec& until) {
+  if (asked == nullptr) return "null";
+  while (sem_timedwait(&asked->done, &until) != 0)
+    if (errno != EINTR) return "null";
+  const std::unique_ptr<Look> look(asked);
   std::vector<std::string> frames;
   for (int i = kOfTheSignal; i < look->count; ++i) {
     const int before = i > kOfTheSignal ? 1 : 0;   // where a call returns to may be another function's
@@ -140,15 +138,24 @@ std::string frames_of(pid_t thread) {
 
 std::string native_frames() {
   if (!install()) return "{\"problem\":" + json("signal " + std::to_string(frames_signal()) + " has another use in this process") + "}";
-  std::vector<std::pair<pid_t, std::string>> threads;
+  struct Asked {
+    pid_t thread;
+    std::string name;
+    Look* look;
+  };
+  std::vector<Asked> threads;   // all at once: many may not answer
   std::error_code gone;
   for (const auto& thread : std::filesystem::directory_iterator("/proc/self/task", gone)) {
     std::string name;
     std::getline(std::ifstream(thread.path() / "comm"), name);
-    threads.emplace_back(std::stoi(thread.path().filename()), name);
+    const pid_t number = std::stoi(thread.path().filename());
+    threads.push_back({number, name, ask(number)});
   }
-  const auto told = [](const auto& thread) {
-    return "[" + json(thread.second) + "," + std::to_string(thread.first) + "," + frames_of(thread.first) + "]";
+  timespec until{};
+  clock_gettime(CLOCK_REALTIME, &until);
+  until.tv_sec += kPatienceSeconds;
+  const auto told = [&](const Asked& each) {
+    return "[" + json(each.name) + "," + std::to_string(each.thread) + "," + answer_of(each.look, until) + "]";
   };
   return "{\"threads\":" + telling::list(threads, told) + "}";
 }

@@ -1,4 +1,4 @@
-// Where all threads of this process are, in C++ too. Each is interrupted by a signal, and writes its frames down.
+// The frames of all threads of this process, of C++ too. Each is interrupted by a signal, and writes them down.
 #pragma once
 
 #include <string>
