@@ -26,7 +26,8 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
 .PHONY: build tests-built test test-all bench check check-serving serving-engines serving-kernels check-long two-hosts docs stubs lint \
-    machine-code carrier-calls mutants mutants-drawn mutants-carrier cpp sanitizers cpp-asan cpp-tsan sim sim-long wheel wheel-stages clean help
+    machine-code carrier-calls mutants mutants-drawn mutants-carrier cpp sanitizers cpp-asan cpp-tsan sim sim-long wheel wheel-stages \
+    clean help
 
 ifeq ($(strip $(VENV)),)
 # Not `command -v`: python3 may be a wrapper script, and CMake wants the interpreter.

@@ -64,8 +64,8 @@ class Connection:
                 except (BlockingIOError, InterruptedError):
                     return True
                 except OSError as problem:
-                    if problem.errno == errno.ETOOMANYREFS:  # too many descriptors in flight; the peer is about to read them
-                        time.sleep(0.001)
+                    if problem.errno == errno.ETOOMANYREFS:  # too many descriptors in flight
+                        time.sleep(0.001)  # until the peer has read them: nothing announces that
                         return True
                     self._broken = True
                     self._drop_queue()

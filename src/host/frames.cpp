@@ -30,7 +30,7 @@ namespace pplx {
 namespace {
 
 constexpr int kMostFrames = 64, kOfTheSignal = 2;   // the innermost are the handler's and its return
-constexpr time_t kPatienceSeconds = 1;   // for all threads together
+constexpr time_t kPatienceSeconds = 1;   // all threads have them together
 
 // A question to one thread. It stays if there is no answer in time: the answer may come later.
 struct Look {

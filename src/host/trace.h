@@ -15,7 +15,9 @@
 
 namespace pplx {
 
-enum class Traced : std::uint32_t { None, DispatchSend, DispatchRecv, CombineSend, CombineRecv, Weights, Posted, Sent, Arrived, Kernel, Stage };
+enum class Traced : std::uint32_t {
+  None, DispatchSend, DispatchRecv, CombineSend, CombineRecv, Weights, Posted, Sent, Arrived, Kernel, Stage
+};
 
 inline constexpr std::uint32_t kUnknownStep = ~0u;   // the host does not know it
 

@@ -96,7 +96,7 @@ def settle(device: torch.device | str | None = None) -> None:
     done = torch.cuda.Event()
     done.record(torch.cuda.current_stream(device))
     while not done.query():
-        time.sleep(0)
+        time.sleep(0)  # a poll that leaves others the core
 
 
 def on_gpu(me: Any, name: str, *args: Any, **kwargs: Any) -> Any:
@@ -434,7 +434,7 @@ def killed(me: Any, case: Case, victim: int) -> Any:
     while peer is None and time.monotonic() < until:
         try:
             a2a.check()
-            time.sleep(0.001)
+            time.sleep(0.001)  # a poll: check() is the subject
         except pc.PeerError as error:
             peer, at = error.peer, time.monotonic()
     torch.cuda.synchronize()

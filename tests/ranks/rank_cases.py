@@ -660,10 +660,11 @@ def mapped_bytes(me: Any, case: Case) -> tuple[int, int]:
     with open_all_to_all(me, case):
         lines = [line for line in Path("/proc/self/maps").read_text().splitlines() if f" of an AllToAll on rank {me.rank} " in line]
     ends = [[int(end, 16) for end in line.split()[0].split("-")] for line in lines]
+    dedup = "node" if case.relayed else "auto" if "undecided" in case.transport else "rank"
     required = pc.AllToAll.required_bytes(
         world_size=case.world_size, num_experts=case.num_experts, top_k=case.top_k, hidden=case.hidden,
         max_tokens_per_rank=case.max_tokens, dtype=DTYPES[case.dtype], wire=case.wire, layout=case.layout_object,
-        in_flight=case.in_flight, replicas=case.replicas, dedup="node" if case.relayed else "auto" if "undecided" in case.transport else "rank",
+        in_flight=case.in_flight, replicas=case.replicas, dedup=dedup,
         remote_peers=sum(node != case.nodes[me.rank] for node in case.nodes),
     )  # fmt: skip
     return sum(end - begin for begin, end in ends), required

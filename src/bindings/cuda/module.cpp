@@ -267,7 +267,8 @@ void bind_exchange(py::module_& m) {
           "note_stages",
           [](Exchange& e, Address stages, std::uint32_t warps) { e.note_stages(pointer<std::uint64_t>(stages), 1, warps); },
           py::arg("stages"), py::arg("warps"),
-          "Device memory, int64 [stages + spans, warps]: when each warp last came to a stage, in ns, and the cycles that it spent; 0 ends it.")
+          "Device memory, int64 [stages + spans, warps]: when each warp last came to a stage, in ns, and the cycles that it spent; "
+          "0 ends it.")
 #endif
       .def(
           "stamp", [](Exchange& e, Address stamps, std::uint32_t steps) { e.stamp(pointer<std::uint64_t>(stamps), steps); },

@@ -118,7 +118,8 @@ class CopyLoader {
 class CopyStorer {
  public:
   __device__ CopyStorer(const CombineArguments& a, std::uint32_t step, CopyRings& rings, const char* ring)
-      : k_(a.common), step_(step), rings_(rings), ring_(ring), under_way_(a.recv ? senders_of(gridDim.x, min(kCopyBytes, k_.row_bytes), kMostUnderWay) : kMostUnderWay) {}
+      : k_(a.common), step_(step), rings_(rings), ring_(ring),
+        under_way_(a.recv ? senders_of(gridDim.x, min(kCopyBytes, k_.row_bytes), kMostUnderWay) : kMostUnderWay) {}
 
   __device__ void store() {
     const SpanTimer all(k_, Span::SendingSums);
