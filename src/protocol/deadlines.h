@@ -31,6 +31,12 @@ constexpr Deadline kPassedOn{
     "PASSED_ON", 0.25, "beyond `timeout`: for a word that another warp of this GPU passes on, or rows that a relay waits for"};
 constexpr Deadline kAnswered{
     "ANSWERED", 0.5, "beyond `timeout`: for the sums of a node, whose relay waits for its other ranks"};
+// Where relays wait for one another these are apart by so much more in the emulation, whose ranks have few cores between them.
+#ifdef PPLX_EMULATION
+constexpr double kApart = 4;
+#else
+constexpr double kApart = 1;
+#endif
 constexpr Deadline kCloseKernels{
     "CLOSE_KERNELS", 0.3, "once more, when the last reference goes: for running kernels"};
 constexpr Deadline kCloseAborted{

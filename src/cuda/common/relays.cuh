@@ -39,9 +39,10 @@ struct NumbersOfNode {
 };
 
 // Waits last Common::timeout_ns. Those end sooner that know the rank to blame: for node blocks first, then for what relays pass on,
-// for what mates return, and, by kPassedOnNs, for other blocks.
-inline constexpr auto kRelaysSooner = static_cast<std::uint64_t>(deadlines::kAnswered.seconds * 1e9);
-inline constexpr std::uint64_t kNodesSooner = kRelaysSooner + kPassedOnNs, kReturnsSooner = kNodesSooner / 2;
+// for what mates return, and for other blocks.
+inline constexpr auto kBlocksSooner = static_cast<std::uint64_t>(deadlines::kPassedOn.seconds * deadlines::kApart * 1e9);
+inline constexpr auto kRelaysSooner = static_cast<std::uint64_t>(deadlines::kAnswered.seconds * deadlines::kApart * 1e9);
+inline constexpr std::uint64_t kNodesSooner = kRelaysSooner + kBlocksSooner, kReturnsSooner = kNodesSooner / 2;
 class Deadline {
  public:
   __device__ Deadline(const Common& k, std::uint32_t step, std::uint64_t begun, std::uint64_t sooner)

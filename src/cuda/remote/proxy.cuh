@@ -210,7 +210,7 @@ __device__ inline bool wait_for_block(const Common& k, std::uint32_t step, Op op
   const char* const word = k.arrivals + k.heap.arrival_at(k.c, set_of(k.c, step), signal_of(op), peer);
   if (!has_relays(k) && op == Op::Weights) return wait<Match::Reached>(k, word, phase, step, peer);
   if (!has_relays(k)) return wait_and_count(k, word, op, phase, step, peer);
-  return wait_sooner(k, word, phase, step, peer, nanoseconds(), op == Op::Dispatch ? kNodesSooner : kPassedOnNs);
+  return wait_sooner(k, word, phase, step, peer, nanoseconds(), op == Op::Dispatch ? kNodesSooner : kBlocksSooner);
 }
 
 __device__ inline void pass_on(const Common& k, std::uint32_t step, Signal signal, std::uint32_t peer) {
