@@ -1,6 +1,6 @@
 """Where a CUDA step's time goes: when the warps of a launch come to each of its stages, by the GPU's clock.
 
-make build CMAKE_ARGS=-DPPLX_CUDA_STAGES=ON
+make build CMAKE_ARGS=-DPPLX_CUDA_STAGES=ON    # on a machine without a GPU CMAKE_ARGS="-DPPLX_CUDA=ON -DPPLX_CUDA_STAGES=ON"
 mpirun -n 4 --bind-to none python bench/stages.py --tokens 1,128 --wire fp8
 
 The stages are noted by a module made for it, in which a launch takes a little longer.

@@ -296,7 +296,7 @@ def _nvshmem_module() -> Finding:
     try:
         module = nvshmem.kernels()
     except Error as problem:
-        return Finding("nvshmem", False, str(problem), "make build CMAKE_ARGS=-DPPLX_NVSHMEM=ON")
+        return Finding("nvshmem", False, str(problem), nvshmem.BUILD)
     if module.device_count() == 0:
         says = f"built with NVSHMEM {module.version}, but this process sees no GPU"
         return Finding("nvshmem", False, says, "needs a GPU and its driver: nvidia-smi must list it")

@@ -173,7 +173,7 @@ FIGURES = (
         "beside padded capacity",
         2,
         f"{V3} --tokens 1024 --precisions bf16 --routings even,zipf,hot --layers ours,capacity"
-        " --capacities 1.25,2,most --capacity-plot {{out}}.png",
+        " --capacities 1.25,2,most --capacity-plot {out}.png",
     ),
     Run("l2", "L2 hits of products by the height of supergroups, by ncu", 2, "bash bench/l2.sh", gpus=1, figure=True),
     Run(

@@ -217,7 +217,7 @@ def prediction(kernels: Kernels, predicted: Ours, replayed: Ours, gpus: list[Bes
         f"{kernels.combine_row_us * 1000:.1f} ns a row; half before the network, half behind it.",
         "256 experts, beyond EP256 one a rank; top-8, hidden 7168, FP8 dispatch, bfloat16 combine, nodes of 8. EP8 has no network",
         "in it. Times of the median rank; behind them a rank's bytes on its links at full rate, and writes of a dispatch.",
-        "*By node* (not built): a row crosses the network once per node, to its relay there, the rank of the same rail. Mates hear",
+        "*By node*: a row crosses the network once per node, to its relay there, the rank of the same rail. Mates hear",
         "from the relay that rows are there, and pull theirs. Combines store partial sums at the relay, which sends one row back.",
         "*FP8 back*: that row in FP8. *The replay takes*: pplx-garden's protocol in the same model, in multiples of ours.",
         "",

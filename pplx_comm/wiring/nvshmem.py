@@ -33,6 +33,7 @@ from pplx_comm.wiring.nvshmem_heap import GRANULE, OWN_BYTES, check_growth, fail
 T = TypeVar("T")
 
 INSTALL = "pip install nvidia-nvshmem-cu13==3.4.5 nvshmem4py-cu13"
+BUILD = "make build CMAKE_ARGS=-DPPLX_NVSHMEM=ON, on a machine without a GPU CMAKE_ARGS='-DPPLX_CUDA=ON -DPPLX_NVSHMEM=ON'"
 LIBRARY = "libnvshmem_host.so.3"
 _PLACE = 4096
 
@@ -74,7 +75,7 @@ def kernels() -> Any:
     except (ImportError, OSError) as problem:
         raise Error(
             f"transport='nvshmem': this build has no module for it ({problem}). Rebuild with nvcc on PATH and "
-            "nvidia-nvshmem-cu13==3.4.5 installed: make build CMAKE_ARGS=-DPPLX_NVSHMEM=ON"
+            f"nvidia-nvshmem-cu13==3.4.5 installed: {BUILD}"
         ) from None
     return _nvshmem
 
