@@ -42,8 +42,7 @@ def watch(comm: Watched) -> Callable[[], None]:
     process = {"main": f"0x{main:016x}", "command": " ".join(sys.orig_argv)[:200]}
     if not _core.open_desk(json.dumps(process), _asked):
         log.warning("`python -m pplx_comm dump` will not find this process: it gets no socket")
-    signal = read(Watching).dump_signal
-    if signal is not None:
+    elif (signal := read(Watching).dump_signal) is not None:
         _core.dump_on(signal)
     _open.add(comm)
     weak = weakref.ref(comm)

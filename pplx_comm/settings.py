@@ -122,10 +122,9 @@ def _flag(text: str) -> bool:
 
 
 def _signal(text: str) -> int:
-    try:
-        return int(signal.Signals[f"SIG{text.removeprefix('SIG')}"])
-    except KeyError:
-        raise ValueError from None
+    if text.removeprefix("SIG") not in ("USR1", "USR2", "QUIT", "WINCH"):
+        raise ValueError
+    return int(signal.Signals[f"SIG{text.removeprefix('SIG')}"])
 
 
 def _c_integer(text: str) -> int:
@@ -163,9 +162,9 @@ class Watching:
         "PPLX_COMM_METRICS_SECONDS", _whole(1, 86400), "1 to 86400", "How often the file is written", value=10, default="10",
     )  # fmt: skip
     dump_signal: int | None = _variable(
-        "PPLX_COMM_DUMP_SIGNAL", _signal, "the name of a signal, such as USR1",
-        "A process that gets this signal prints what it does and waits for, and its Python stacks; what the signal did before "
-        "follows",
+        "PPLX_COMM_DUMP_SIGNAL", _signal, "USR1, USR2, QUIT or WINCH",
+        "A process that gets this signal prints what it does and waits for, and its Python stacks; a handler that was there before "
+        "follows, and the process goes on",
         default="none",
     )  # fmt: skip
     trace: str | None = _variable(

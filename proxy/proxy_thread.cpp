@@ -154,9 +154,14 @@ ProxyThreadStats ProxyThread::stats() const {
   return state_->stats;
 }
 
-ProxyStanding ProxyThread::standing() const {
+ProxyStanding ProxyThread::standing() {
+  bool takes_turns = false;
+  try {
+    takes_turns = call([](Proxy&, Fabric&) {}, kTurn);   // which publishes the counts
+  } catch (const FabricError&) {   // it has stopped
+  }
   const ProxyStats s = stats().proxy;
-  return {!takes_turns(kTurn), state_->turns.load(std::memory_order_relaxed), s.writes, s.bytes, s.again, s.errors, s.dropped, s.deepest};
+  return {!takes_turns, state_->turns.load(std::memory_order_relaxed), s.writes, s.bytes, s.again, s.errors, s.dropped, s.deepest};
 }
 
 bool ProxyThread::takes_turns(double within_seconds) const {

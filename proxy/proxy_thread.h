@@ -42,7 +42,7 @@ class ProxyThread {
 
   ProxyThreadStats stats() const;
 
-  ProxyStanding standing() const;   // safe from any thread
+  ProxyStanding standing();   // safe from any thread
 
   // True if the thread takes a turn within that time. If not, it is stuck inside the provider, or gets no core.
   bool takes_turns(double within_seconds) const;

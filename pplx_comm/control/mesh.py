@@ -333,7 +333,10 @@ class Mesh:
             return
         if kind == Kind.ASK:
             asked = sender, field(message, "what", str), field(message, "question", int)
-            threading.Thread(target=self._tell, args=asked, name="pplx_comm answer", daemon=True).start()
+            try:
+                threading.Thread(target=self._tell, args=asked, name="pplx_comm answer", daemon=True).start()
+            except RuntimeError as problem:  # no thread is to be had
+                log.debug("rank %d asked, and gets no answer: %s", sender, problem)
             return
         if kind == Kind.TOLD:
             if (told := self._told.get(field(message, "question", int))) is not None:  # else it comes too late

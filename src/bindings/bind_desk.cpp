@@ -8,36 +8,39 @@
 #include <algorithm>
 #include <atomic>
 #include <chrono>
-#include <condition_variable>
 #include <memory>
-#include <mutex>
+#include <optional>
 #include <string>
-#include <thread>
 #include <utility>
 
 #include "host/desk.h"
 #include "host/frames.h"
+#include "host/question.h"
 
 namespace py = pybind11;
 
 namespace pplx {
 namespace {
 
-using Seconds = std::chrono::duration<double>;
-constexpr Seconds kLockTimeout{1.0}, kJobTimeout{8.0};
+constexpr std::chrono::seconds kLockTimeout{1}, kFramesTimeout{3}, kJobTimeout{8}, kPrintTimeout{1};
 constexpr std::size_t kMostOfStacks = 256 * 1024;
 
 PyInterpreterState* interpreter = nullptr;
-std::atomic<bool> without_python{true}, python_is_asked{false};
+std::atomic<bool> without_python{true};
+// Never freed, since the desk's thread outlives the program's end. A child has its own.
+struct Questions {
+  Question lock, python, frames, print;
+};
+Questions* questions = nullptr;
 
 // As faulthandler writes them, which needs no lock. It is no part of Python's interface: where it is not there, there are none.
+using DumpThreads = const char* (*)(int, PyInterpreterState*, PyThreadState*);
+DumpThreads dump_threads = nullptr;
 std::string stacks() {
-  using Dump = const char* (*)(int, PyInterpreterState*, PyThreadState*);
-  static const auto dump = reinterpret_cast<Dump>(dlsym(RTLD_DEFAULT, "_Py_DumpTracebackThreads"));
-  if (dump == nullptr || interpreter == nullptr) return "";
+  if (dump_threads == nullptr || interpreter == nullptr) return "";
   const int fd = memfd_create("stacks", MFD_CLOEXEC);
   if (fd < 0) return "";
-  dump(fd, interpreter, nullptr);
+  dump_threads(fd, interpreter, nullptr);
   std::string text(std::min(kMostOfStacks, static_cast<std::size_t>(std::max<off_t>(0, lseek(fd, 0, SEEK_CUR)))), '\0');
   const ssize_t n = pread(fd, text.data(), text.size(), 0);
   text.resize(static_cast<std::size_t>(std::max<ssize_t>(0, n)));
@@ -45,49 +48,45 @@ std::string stacks() {
   return text;
 }
 
-// Lets `f` run with Python's lock. Returns what it does; empty: the lock is not to be had in time.
-std::string with_lock(std::function<std::string()> f, Seconds timeout) {
-  struct Asked {
-    std::mutex mutex;
-    std::condition_variable done;
-    std::string text;
-  };
-  if (without_python || python_is_asked.exchange(true)) return "";
-  const auto asked = std::make_shared<Asked>();
-  std::thread([asked, f = std::move(f)] {   // held up with the lock's holder, and no other
-    std::string text;
-    {
-      const py::gil_scoped_acquire locked;
-      try {
-        text = f();
-      } catch (py::error_already_set& problem) {
-        problem.discard_as_unraisable("the answer at the desk");
-      }
+// Asks for what `f` returns. Nothing: it does not end in time.
+std::optional<std::string> in_time(Question& question, std::function<std::string()> f, Question::Clock::duration limit) {
+  const auto until = Question::Clock::now() + limit;
+  if (!question.ask(std::move(f))) return std::nullopt;
+  return question.answer(until);
+}
+
+// The same with Python's lock.
+std::optional<std::string> with_lock(Question& question, const std::function<std::string()>& f, Question::Clock::duration limit) {
+  if (without_python) return std::nullopt;
+  const auto locked = [f]() -> std::string {
+    const py::gil_scoped_acquire lock;
+    try {
+      return f();
+    } catch (py::error_already_set& problem) {
+      problem.discard_as_unraisable("the answer at the desk");
+      return "";
     }
-    python_is_asked = false;
-    const std::lock_guard<std::mutex> lock(asked->mutex);
-    asked->text = text.empty() ? " " : text;
-    asked->done.notify_all();
-  }).detach();
-  std::unique_lock<std::mutex> lock(asked->mutex);
-  asked->done.wait_for(lock, timeout, [&] { return !asked->text.empty(); });
-  return asked->text;
+  };
+  return in_time(question, locked, limit);
 }
 
 // Gives an account of this process: any thread without Python's lock.
 std::string account() {
-  const std::string found = with_lock(stacks, kLockTimeout);
-  return Desk::of_process().account(found.empty() ? stacks() : found, found.empty() && !without_python);
+  const std::optional<std::string> found = with_lock(questions->lock, stacks, kLockTimeout);
+  return Desk::of_process().account(found ? *found : stacks(), !found && !without_python);
 }
 
 std::string answer(const py::function* of_python, const std::string& request) {
   if (request == "facts") return Desk::of_process().facts();
   if (request == "account") return account();
-  if (request == "frames") return native_frames();
-  std::string text = with_lock([of_python, request] { return std::string(py::str((*of_python)(request))); }, kJobTimeout);
-  if (!text.empty()) return text;
-  text = account();
-  if (request == "print") dprintf(STDERR_FILENO, "pplx_comm dump: %s\n", text.c_str());
+  if (request == "frames") return in_time(questions->frames, native_frames, kFramesTimeout).value_or("{\"problem\":\"a thread here holds a lock of the loader\"}");
+  const auto ask = [of_python, request] { return std::string(py::str((*of_python)(request))); };
+  if (const std::optional<std::string> told = with_lock(questions->python, ask, kJobTimeout)) return *told;
+  const std::string text = account();
+  if (request == "print") {
+    const auto print = [text] { return std::to_string(dprintf(STDERR_FILENO, "pplx_comm dump: %s\n", text.c_str())); };
+    in_time(questions->print, print, kPrintTimeout);   // nobody may read what is printed
+  }
   return text;
 }
 
@@ -117,7 +116,10 @@ void bind_desk(py::module_& m) {
       "open_desk",
       [](std::string process, const py::function& asked) {
         interpreter = PyInterpreterState_Get();
+        dump_threads = reinterpret_cast<DumpThreads>(dlsym(RTLD_DEFAULT, "_Py_DumpTracebackThreads"));
         without_python = false;
+        static pid_t opened = 0;
+        if (std::exchange(opened, getpid()) != getpid()) questions = new Questions;
         static const auto* const kept = new py::function(asked);   // the desk outlives the interpreter
         const auto by_python = [](const std::string& request) { return answer(kept, request); };
         return Desk::of_process().open(std::move(process), by_python);

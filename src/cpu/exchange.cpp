@@ -161,12 +161,12 @@ Standing Exchange::standing() const {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     steps_.tell(s, at);
+    for (std::uint32_t source = 0; source < c.world; ++source) {
+      s.heard[0].push_back(blocks_.last_heard(Signal::Dispatch, source));
+      s.heard[1].push_back(blocks_.last_heard(Signal::Combine, source));
+    }
   }
   calls_.tell(s, at);
-  for (std::uint32_t source = 0; source < c.world; ++source) {
-    s.heard[0].push_back(blocks_.last_heard(Signal::Dispatch, source));
-    s.heard[1].push_back(blocks_.last_heard(Signal::Combine, source));
-  }
   return s;
 }
 

@@ -29,6 +29,7 @@ namespace {
 
 constexpr timeval kGuestTimeout{1, 0};
 constexpr std::size_t kLongestRequest = 16;
+constexpr std::chrono::seconds kPatience{1};   // all that tell have it together
 
 std::atomic<int> signalled{-1};       // the desk's event
 struct sigaction before_signal[NSIG];
@@ -154,7 +155,10 @@ void Desk::serve() {
         std::this_thread::sleep_for(std::chrono::milliseconds(100));
         continue;
       }
-      if (may_ask(guest)) answer(guest);
+      try {
+        if (may_ask(guest)) answer(guest);
+      } catch (const std::exception&) {   // no memory, for example: it has no answer
+      }
       close(guest);
     }
     eventfd_t count = 0;
@@ -179,7 +183,7 @@ void Desk::answer(int guest) const {
 
 std::uint64_t Desk::add(std::string facts, std::shared_ptr<const Teller> teller) {
   const std::lock_guard<std::mutex> lock(mutex_);
-  entries_.emplace(next_, Entry{std::move(facts), std::move(teller)});
+  entries_.emplace(next_, Entry{std::move(facts), std::move(teller), {}});
   return next_++;
 }
 
@@ -202,14 +206,19 @@ std::string Desk::account(const std::string& stacks, bool held) const {
     process = process_.empty() ? "{}" : process_;
     for (const auto& [number, entry] : entries_) entries.push_back(entry);
   }
+  const auto problem = [](const char* what) { return "{\"problem\":" + json(what) + "}"; };
+  for (Entry& entry : entries)
+    entry.question.ask([teller = entry.teller, problem] {
+      try {
+        return teller ? teller->tell() : "";
+      } catch (const std::exception& error) {   // a GPU that is lost
+        return problem(error.what());
+      }
+    });
+  const auto until = Question::Clock::now() + kPatience;
   std::string all;
-  for (const Entry& entry : entries) {
-    std::string told;
-    try {
-      if (entry.teller) told = entry.teller->tell();
-    } catch (const std::exception& problem) {   // a GPU that is lost
-      told = "{\"problem\":" + json(problem.what()) + "}";
-    }
+  for (Entry& entry : entries) {
+    const std::string told = entry.question.answer(until).value_or(problem("it does not tell: a thread here is in a call that does not end"));
     all += (all.empty() ? "" : ",") + std::string("{\"facts\":") + entry.facts + ",\"told\":" + (told.empty() ? "null" : told) + "}";
   }
   return "{\"pid\":" + std::to_string(getpid()) + ",\"host\":" + json(host_name()) + ",\"process\":" + process +

@@ -11,6 +11,7 @@
 #include <string>
 #include <utility>
 
+#include "question.h"
 #include "standing.h"
 
 namespace pplx {
@@ -20,7 +21,7 @@ class Desk {
   // Returns this process's. It outlives all else, as its thread does.
   static Desk& of_process();
 
-  // Answers a request, on the desk's thread. A signal asks for "print".
+  // Answers a request, on the desk's thread, in time. A signal asks for "print".
   using Answer = std::function<std::string(const std::string& request)>;
   // Once; a later call changes nothing. `process`: JSON about it. False: no socket is to be had here.
   bool open(std::string process, Answer answer);
@@ -40,6 +41,7 @@ class Desk {
   struct Entry {
     std::string facts;
     std::shared_ptr<const Teller> teller;
+    Question question;
   };
   void serve();
   void answer(int guest) const;

@@ -8,8 +8,10 @@
 #include <cmath>
 #include <cstring>
 #include <deque>
+#include <future>
 #include <memory>
 #include <mutex>
+#include <stdexcept>
 #include <string>
 #include <thread>
 #include <vector>
@@ -19,6 +21,7 @@
 #include "../../proxy/libfabric/loader.h"
 #include "../../proxy/proxy_thread.h"
 #include "../../src/cpu/exchange.h"
+#include "../../src/host/question.h"
 #include "check.h"
 #include "plain_fabric.h"
 
@@ -296,8 +299,10 @@ void test_a_provider_that_hangs() {
   {
     ProxyThread thread(fabric, 4096, -1);
     CHECK(thread.takes_turns(20.0));
+    CHECK(!thread.standing().stands_still);
     fabric->hang();
     CHECK(!thread.takes_turns(0.1));
+    CHECK(thread.standing().stands_still);
     CHECK(!thread.call([](Proxy&, Fabric&) {}, 0.02));
     fabric->hangs = false;
     CHECK(thread.takes_turns(20.0));
@@ -312,11 +317,28 @@ void test_a_provider_that_hangs() {
   }
 }
 
+// It holds nobody up, and is not asked again meanwhile.
+void test_a_question_without_an_answer() {
+  const auto in = [](int ms) { return Question::Clock::now() + std::chrono::milliseconds(ms); };
+  std::promise<void> end;
+  const std::shared_future<void> ended = end.get_future().share();
+  Question question;
+  CHECK(question.ask([ended] { return ended.wait(), "late"; }));
+  CHECK(!question.answer(in(20)));
+  CHECK(!question.ask([] { return "another"; }));
+  CHECK(!question.answer(in(20)));
+  end.set_value();
+  CHECK(question.answer(in(20000)) == "late");
+  CHECK(question.ask([]() -> std::string { throw std::runtime_error("there is none"); }));
+  CHECK(question.answer(in(20000)) == "");
+}
+
 }  // namespace
 
 int main() {
   const std::uint64_t seed = check::seed();
   const std::string chaos = "seed=" + std::to_string(seed) + ",delay=0.1,delay_us=100";
+  test_a_question_without_an_answer();
   test_a_provider_that_hangs();
   test_an_unused_proxy_sleeps();
   play({"mapped", 4, 4, 1660, "", ""}, seed);
