@@ -174,6 +174,7 @@ class Cuda:
 
     def end_calls(self) -> None:
         """No call waits: each returns when it has launched."""
+        self.core.follow(raw_stream(self._index))
         trace.drop(self)
 
     def note_kernels(self) -> None:
@@ -301,13 +302,13 @@ class Cuda:
         stream = raw_stream(self._index)
         hooks = Hooks(torch.empty(self._hooks.words, dtype=torch.uint32, device=self._device), self._hooks)
         self.core.clear_hooks(hooks.words.data_ptr(), stream)
-        hooks.begun = self._make_event()
-        hooks.begun.record(stream)
+        hooks.begun = self._make_event(self._index)
+        hooks.begun.record(self._index, stream)
         return hooks
 
     def watch(self, d: Dispatched) -> None:
         assert d.hooks is not None
-        d.hooks.begun.wait(raw_stream(self._index))
+        d.hooks.begun.wait(self._index, raw_stream(self._index))
 
     def await_experts(self, owner: Owner, d: Dispatched, experts: range) -> None:
         assert isinstance(d, DeviceDispatched)

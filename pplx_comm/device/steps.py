@@ -22,6 +22,7 @@ from pplx_comm.device.failing import Failing
 from pplx_comm.device.session import Session
 from pplx_comm.errors import Error, PeerError
 from pplx_comm.handles import Combined, Combining, Dispatched
+from pplx_comm.log import log
 from pplx_comm.wiring.carriers import Carriers
 from pplx_comm.wiring.record import CLOSED, Wiring
 from pplx_comm.wiring.wire_up import core_generation, rewire
@@ -295,9 +296,12 @@ class Steps:
         life = self._life
         if not life.close():
             return
-        self._last_stats = self._counters(False)  # the proxy may stand still
         self._told.end()
-        self.device.end_calls()
+        try:
+            self._last_stats = self._counters(False)  # the proxy may stand still
+            self.device.end_calls()
+        except Error as problem:  # CUDA's, of any kernel's fault before
+            log.warning("%s closes without its last counters: %s", self.what, problem)
         self._forget_failures()
         self._forget_busy()
         failed = self.session.control.failure is not None

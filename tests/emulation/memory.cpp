@@ -7,6 +7,8 @@
 
 namespace pplx::cuda {
 
+bool has_context(int) { return true; }
+
 SharedMemory::SharedMemory(int device, std::size_t bytes, const std::string& what, bool) : device_(device), bytes_(bytes) {
   const int fd = memfd_create("pplx-emulation", MFD_CLOEXEC);
   if (fd < 0 || ftruncate(fd, static_cast<off_t>(bytes)) != 0) throw CudaError("no memory for " + what);
@@ -35,7 +37,7 @@ void SharedMemory::map() {
 }
 
 SharedMemory::~SharedMemory() {
-  if (kind_ == Kind::Lent) return;
+  if (kind_ == Kind::Lent || fork_.in_child()) return;
   munmap(data(), bytes_);
   close(static_cast<int>(handle_));
 }

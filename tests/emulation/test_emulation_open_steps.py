@@ -55,6 +55,11 @@ def test_a_replay_beside_the_combine_whose_memory_it_takes(crew: Crews, in_fligh
     assert outcomes == [outcomes[0]] * crew.world_size, outcomes
 
 
+def test_the_end_beside_a_replay() -> None:
+    with Crew(2) as crew:
+        crew.run("emulated:call", module(), "open_step_cases:closed_beside_a_replay", small_case(seed(), 2, 1), timeout=60)
+
+
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp", "nvshmem"])
 def test_ids_that_only_the_device_sees(crew: Crews, transport: str) -> None:
     crew.run("emulated:call", module(), "open_step_cases:bad_ids", small_case(seed(), crew.world_size, 2, transport=transport), 1)

@@ -426,6 +426,31 @@ def a_capture_between(me: Any, case: Case) -> None:
         world.settle()
 
 
+def closed_beside_a_replay(me: Any, case: Case) -> None:
+    """Rank 0 closes while a graph on its current stream waits for the others, which do not replay theirs."""
+    device, s = gpu_of(me), streams
+    a2a = rank_cases.open_all_to_all(me, case, device=str(device))
+    x = torch.zeros(case.max_tokens, case.hidden, device=device)
+    ids = torch.zeros(case.max_tokens, case.top_k, dtype=torch.int64, device=device)
+    main, other = s.new(), s.new()
+    d = a2a.dispatch(x, ids)
+    a2a.combine(d.x, d)
+    s.settle()
+    with s.capture(main) as captured:
+        d = a2a.dispatch(x, ids)
+        a2a.combine(d.x, d)
+    me.comm.barrier()
+    if me.rank == 0:
+        s.replay(captured[0], other)
+        with s.on(other):
+            a2a.close()
+        del a2a, d
+        s.settle()  # its kernels were told to end before their memory went
+    else:
+        a2a.close()
+    me.comm.barrier()
+
+
 def beside_a_combine(me: Any, case: Case, trials: int) -> list[str]:
     """Replays that nothing orders behind the receive half of the combine whose memory they take: right, or refused on all ranks."""
     world = open_world(me, case)

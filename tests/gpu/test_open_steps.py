@@ -71,3 +71,7 @@ def test_a_replay_beside_the_combine_whose_memory_it_takes(crew: Crews, in_fligh
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
 def test_ids_that_only_the_device_sees(crew: Crews, transport: str) -> None:
     crew.run("open_step_cases:bad_ids", case_of(crew, 2, transport=transport), 1)
+
+
+def test_the_end_beside_a_replay(crew: Crews) -> None:
+    crew.run("open_step_cases:closed_beside_a_replay", case_of(crew, 1))

@@ -206,9 +206,25 @@ void bind_memory(py::module_& m) {
 
 void bind_exchange(py::module_& m) {
   py::class_<StreamEvent>(m, "StreamEvent", kLocal, "A place in a stream, which others wait for.")
-      .def(py::init<>())
-      .def("record", [](StreamEvent& event, Address stream) { event.record(pointer<CUstream_st>(stream)); }, py::arg("stream"))
-      .def("wait", [](StreamEvent& event, Address stream) { event.wait(pointer<CUstream_st>(stream)); }, py::arg("stream"));
+      .def(py::init([](int device) {
+             const OnDevice on(device);
+             return std::make_unique<StreamEvent>();
+           }),
+           py::arg("device"))
+      .def(
+          "record",
+          [](StreamEvent& event, int device, Address stream) {
+            const OnDevice on(device);
+            event.record(pointer<CUstream_st>(stream));
+          },
+          py::arg("device"), py::arg("stream"))
+      .def(
+          "wait",
+          [](StreamEvent& event, int device, Address stream) {
+            const OnDevice on(device);
+            event.wait(pointer<CUstream_st>(stream));
+          },
+          py::arg("device"), py::arg("stream"));
   py::class_<Exchange, std::shared_ptr<Exchange>>(m, "Exchange", kLocal)
       .def(py::init(&make_exchange), py::arg("config"), py::arg("own"), py::arg("peers"), py::arg("nodes"), py::arg("remote"),
            py::arg("proxied"),
@@ -230,11 +246,14 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly(
           "arrivals_on_gpu", [](const Exchange& e) { return e.host() && e.host()->arrivals() != nullptr; },
           "True if the proxy raises its words in GPU memory.")
+      .def(
+          "follow", [](Exchange& e, Address stream) { e.follow(pointer<CUstream_st>(stream)); }, py::arg("stream"), Unlocked(),
+          "As one of its streams: graphs may have been replayed on it.")
       .def("ended", &Exchange::ended, py::arg("seconds"), Unlocked(), "True if everything launched has ended by then.")
       .def("dispatch", [](Exchange& e, const Launch& launch, const Tokens& tokens) { return e.dispatch(launch, tokens); },
-           py::arg("launch"), py::arg("tokens"), "Returns the number of the step.")
-      .def("dispatch", &Exchange::dispatch, py::arg("launch"), py::arg("tokens"), py::arg("outputs"))
-      .def("combine", &Exchange::combine, py::arg("launch"), py::arg("outputs"), py::arg("result"))
+           py::arg("launch"), py::arg("tokens"), Unlocked(), "Returns the number of the step.")
+      .def("dispatch", &Exchange::dispatch, py::arg("launch"), py::arg("tokens"), py::arg("outputs"), Unlocked())
+      .def("combine", &Exchange::combine, py::arg("launch"), py::arg("outputs"), py::arg("result"), Unlocked())
       .def(
           "release",
           [](Exchange& e, const Launch& launch, std::uint32_t tokens) {
@@ -244,7 +263,7 @@ void bind_exchange(py::module_& m) {
             result.tokens = tokens;
             e.combine(launch, outputs, result);
           },
-          py::arg("launch"), py::arg("tokens"))
+          py::arg("launch"), py::arg("tokens"), Unlocked())
       .def(
           "explain",
           [](const Exchange& e, std::uint32_t tokens) {
@@ -300,7 +319,7 @@ void bind_exchange(py::module_& m) {
       .def_property_readonly("generation", &Exchange::generation)
       .def_property_readonly(
           "teller", [](const std::shared_ptr<Exchange>& e) { return std::shared_ptr<Teller>(new TellerOf<Exchange>(e)); })
-      .def_property_readonly("open_steps", &Exchange::open_steps)
+      .def_property_readonly("open_steps", py::cpp_function(&Exchange::open_steps, Unlocked()))
       .def("set_num_sms", &Exchange::set_num_sms, py::arg("num_sms"))
       .def(
           "stats",

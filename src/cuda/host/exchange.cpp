@@ -243,12 +243,12 @@ void Exchange::listen() {
 Exchange::~Exchange() {
   if (fork_.in_child()) return;   // the GPU is the parent's
   if (host_) host_->listen(nullptr);
-  int before = 0;
+  int before = 0;   // no OnDevice, which throws
   cudaGetDevice(&before);
   cudaSetDevice(device_);
-  if (!ended(deadlines::kCloseKernels.seconds)) {
+  if (!all_ended(deadlines::kCloseKernels.seconds)) {
     fail({AbortReason::Closed, Phase::None, config().rank, config().rank, 0}, "");
-    ended(deadlines::kCloseAborted.seconds);
+    all_ended(deadlines::kCloseAborted.seconds);
   }
   memory_.peers.clear();
   memory_.own.reset();
@@ -266,11 +266,16 @@ Exchange::~Exchange() {
   timeline_.reset();
   cudaStreamDestroy(own_stream_);
   cudaGetLastError();
-  cudaSetDevice(before);
+  if (has_context(before)) cudaSetDevice(before);
+}
+
+bool Exchange::ended(double seconds) const {
+  const OnDevice on(device_);   // a stream may be its default one
+  return all_ended(seconds);
 }
 
 // A stream that is gone has nothing under way.
-bool Exchange::ended(double seconds) const {
+bool Exchange::all_ended(double seconds) const {
   std::vector<cudaStream_t> streams;
   {
     const std::lock_guard<std::mutex> lock(mutex_);  // not while waiting: fail() wants it
@@ -287,7 +292,7 @@ bool Exchange::ended(double seconds) const {
 }
 
 void Exchange::fail(const Abort& abort, const std::string& message) {
-  const std::lock_guard<std::mutex> lock(mutex_);   // a reset ends what came before it
+  const std::lock_guard<std::mutex> lock(failing_);   // a reset ends what came before it
   first_.tell(&common_.report->abort, abort, message);
 }
 
@@ -305,13 +310,15 @@ void Exchange::set_num_sms(std::uint32_t num_sms) {
   wanted_sms_ = std::min(num_sms, most_sms_);
 }
 
-void Exchange::drain(cudaStream_t current, double seconds) {
+void Exchange::follow(cudaStream_t current) {
+  const std::lock_guard<std::mutex> lock(mutex_);
   const OnDevice on(device_);
-  {
-    const std::lock_guard<std::mutex> lock(mutex_);
-    Launches::Sequence& here = launches_.on(current);
-    if (here.eager()) here.follow(current, false);
-  }
+  Launches::Sequence& here = launches_.on(current);
+  if (here.eager()) here.follow(current, false);
+}
+
+void Exchange::drain(cudaStream_t current, double seconds) {
+  follow(current);
   store_if_zero(&common_.report->abort, abort_word({AbortReason::User, Phase::None, config().rank, config().rank, 0}));
   if (!ended(seconds))
     throw Misuse("reset: the streams that this AllToAll was used on are still at work; what they wait for must end first");
@@ -319,7 +326,7 @@ void Exchange::drain(cudaStream_t current, double seconds) {
 
 void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
   if (host_) host_->listen(nullptr);  // before the lock: what is being told now wants it, too
-  const std::lock_guard<std::mutex> lock(mutex_);
+  const std::scoped_lock lock(failing_, mutex_);
   const OnDevice on(device_);
   Control retired{};
   retired.failure = abort_word({AbortReason::User, Phase::None, kNoRank, kNoRank, 0});
@@ -335,10 +342,9 @@ void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
   rebuild_order(alive);
   if (host_) host_->reset(generation);
   listen();
-  Report fresh{};
-  fresh.left = load_acquire(&common_.report->left);
-  fresh.busy = load_acquire(&common_.report->busy);
-  *common_.report = fresh;
+  Report& report = *common_.report;   // peers may leave, or be busy, meanwhile
+  report.abort = report.failure = report.expected = report.seen = 0;
+  report.notices = {};
   first_.forget();
   launches_.forget_steps();
   steps_.reset();
@@ -558,6 +564,7 @@ void Exchange::note_stages(std::uint64_t* stages, std::uint32_t steps, std::uint
 void Exchange::note_kernels() {
   const std::lock_guard<std::mutex> lock(mutex_);
   const OnDevice on(device_);
+  const CaptureElsewhere capture;
   if (timeline_ == nullptr) timeline_ = std::make_unique<Timeline>(own_stream_);
   stamp(timeline_->stamps(), Timeline::kSteps);
 #ifdef PPLX_CUDA_STAGES

@@ -116,7 +116,8 @@ class Exchange {
   void peer_busy(std::uint32_t peer, bool busy);  // it lives, and says that it comes later
   void peer_left(std::uint32_t peer);  // in good order: what it sent is there, and nothing else will come
   void name_networks(std::vector<std::string> by_peer) { first_.name_networks(std::move(by_peer)); }   // named in messages; before the first step
-  // Stops what is under way on all streams, `current` included (graphs), and waits for it, before any survivor goes on.
+  void follow(cudaStream_t current);   // as one of its streams: graphs may have been replayed on it
+  // Stops what is under way on all streams, `current` included, and waits for it, before any survivor goes on.
   void drain(cudaStream_t current, double seconds);
   void reset(std::uint32_t generation, const std::vector<bool>& alive);  // after drain()
   bool ended(double seconds) const;  // true if all that was launched has ended, after at most `seconds`
@@ -147,6 +148,7 @@ class Exchange {
   void tell_kernels();  // to this module's Trace, those that have ended
 
  private:
+  bool all_ended(double seconds) const;   // on the current device
   void listen();
   void rebuild_order(const std::vector<bool>& alive);
   void write_control(std::uint32_t generation, const Control& value);
@@ -171,7 +173,8 @@ class Exchange {
   BufferLayout layout_;
   Common common_;
   std::uint32_t sms_ = 1, most_sms_ = 1, wanted_sms_ = 1;
-  mutable std::mutex mutex_;
+  mutable std::mutex mutex_;   // over launches, which wait where the GPU has no room for another
+  std::mutex failing_;         // a reset, or a failure
   Launches launches_;
   StepBook steps_;   // eager calls
   cudaStream_t own_stream_ = nullptr;  // reset() writes by it: it must not wait behind kernels that wait

@@ -7,6 +7,7 @@
 #include <type_traits>
 
 #include "../../protocol/config.h"
+#include "runtime.h"
 
 namespace pplx::cuda {
 namespace {
@@ -50,12 +51,9 @@ std::unique_ptr<GdrMemory> GdrMemory::make(int device, std::size_t bytes, std::s
     return nullptr;
   }
   std::unique_ptr<GdrMemory> memory(new GdrMemory);
-  int before = 0;
-  cudaGetDevice(&before);
-  cudaSetDevice(device);
+  const OnDevice on(device);
   const bool good = memory->open(bytes, why_not);
   cudaGetLastError();
-  cudaSetDevice(before);
   return good ? std::move(memory) : nullptr;
 }
 

@@ -37,7 +37,11 @@ class CaptureElsewhere {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// The calling thread's current device is the caller's business: it comes back when this goes.
+// Whether this process has a context on that GPU.
+bool has_context(int device);
+
+// The calling thread's current device is the caller's business: it comes back when this goes. Not where there is no context on it: to make
+// it current again would make one, and a thread that never chose a GPU is on GPU 0.
 class OnDevice {
  public:
   explicit OnDevice(int device) {
@@ -46,7 +50,7 @@ class OnDevice {
     changed_ = before_ != device;
   }
   ~OnDevice() {
-    if (changed_) cudaSetDevice(before_);
+    if (changed_ && has_context(before_)) cudaSetDevice(before_);
   }
   OnDevice(const OnDevice&) = delete;
   OnDevice& operator=(const OnDevice&) = delete;

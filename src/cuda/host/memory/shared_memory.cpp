@@ -39,6 +39,7 @@ struct Driver {
   decltype(&cuMemUnmap) unmap = Call("cuMemUnmap");
   decltype(&cuMemSetAccess) set_access = Call("cuMemSetAccess");
   decltype(&cuMemGetHandleForAddressRange) export_range = Call("cuMemGetHandleForAddressRange");
+  decltype(&cuDevicePrimaryCtxGetState) context_state = Call("cuDevicePrimaryCtxGetState");
   decltype(&cuGetErrorString) error_string = Call("cuGetErrorString");
 };
 
@@ -64,8 +65,14 @@ std::string out_of_memory(std::size_t bytes, const std::string& what, int device
 
 }  // namespace
 
+bool has_context(int device) {
+  unsigned flags = 0;
+  int active = 0;
+  return driver().context_state(device, &flags, &active) == CUDA_SUCCESS && active != 0;
+}
+
 SharedMemory::SharedMemory(int device, std::size_t bytes, const std::string& what, bool by_nics) : device_(device) {
-  check(cudaSetDevice(device), "cudaSetDevice");
+  const OnDevice on(device);
   check(cudaFree(nullptr), "making a CUDA context");
   if (!allocate_virtual(bytes, what, by_nics)) {
     void* allocated = nullptr;
@@ -105,7 +112,7 @@ bool SharedMemory::allocate_virtual(std::size_t bytes, const std::string& what, 
 }
 
 SharedMemory::SharedMemory(int device, int fd, std::size_t bytes) : device_(device), bytes_(bytes) {
-  check(cudaSetDevice(device), "cudaSetDevice");
+  const OnDevice on(device);
   check(driver().import_handle(&handle_, reinterpret_cast<void*>(static_cast<std::intptr_t>(fd)),
                                CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR),
         "cuMemImportFromShareableHandle");
@@ -114,7 +121,7 @@ SharedMemory::SharedMemory(int device, int fd, std::size_t bytes) : device_(devi
 
 SharedMemory::SharedMemory(int device, const std::string& ipc_handle, std::size_t bytes)
     : device_(device), kind_(Kind::Imported), bytes_(bytes) {
-  check(cudaSetDevice(device), "cudaSetDevice");
+  const OnDevice on(device);
   cudaIpcMemHandle_t handle;
   if (ipc_handle.size() != sizeof handle) throw CudaError("a cudaIpc handle of " + std::to_string(ipc_handle.size()) + " bytes");
   std::memcpy(&handle, ipc_handle.data(), sizeof handle);
@@ -128,7 +135,7 @@ SharedMemory::SharedMemory(int device, char* mapped, std::size_t bytes)
 
 SharedMemory::SharedMemory(int device, int fd, std::size_t bytes, std::size_t begin, std::size_t end)
     : device_(device), kind_(Kind::Host), bytes_(bytes) {
-  check(cudaSetDevice(device), "cudaSetDevice");
+  const OnDevice on(device);
   void* const memory = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, MAP_SHARED, fd, 0);
   if (memory == MAP_FAILED)
     throw CudaError("mapping " + std::to_string(bytes) + " bytes of a relay's host memory: " + std::strerror(errno));
@@ -162,6 +169,7 @@ void SharedMemory::map() {
 }
 
 SharedMemory::~SharedMemory() {
+  if (fork_.in_child()) return;
   if (kind_ == Kind::Virtual) {
     driver().unmap(address_, bytes_);
     driver().free_address(address_, bytes_);

@@ -5,6 +5,8 @@
 #include <cstddef>
 #include <string>
 
+#include "../../../host/fork_check.h"
+
 namespace pplx::cuda {
 
 class SharedMemory {
@@ -34,6 +36,7 @@ class SharedMemory {
   bool allocate_virtual(std::size_t bytes, const std::string& what, bool by_nics);
   void map();
 
+  const ForkCheck fork_;
   const int device_;
   Kind kind_ = Kind::Virtual;
   unsigned long long handle_ = 0;
