@@ -8,10 +8,9 @@ if(NOT (PPLX_PYTHON AND PPLX_IN_PLACE))
 endif()
 
 file(GLOB instruments CONFIGURE_DEPENDS "${native}/module.cpp" "${native}/bind_*.cpp")
-set(bindings ${instruments})
-list(REMOVE_ITEM bindings "${native}/bind_copier.cpp")   # its loop is a floor
-set_source_files_properties(${bindings} PROPERTIES COMPILE_OPTIONS -O1)
+set_source_files_properties("${native}/bind_copier.cpp" PROPERTIES COMPILE_OPTIONS -O3)   # its loop is a floor
 pybind11_add_module(_instruments MODULE NO_EXTRAS ${instruments})
+pplx_as_bindings(_instruments)
 target_link_libraries(_instruments PRIVATE pplx_instruments)
 set_target_properties(_instruments PROPERTIES LIBRARY_OUTPUT_DIRECTORY "${PROJECT_SOURCE_DIR}/bench")
 
