@@ -90,13 +90,11 @@ def families(stats: dict[str, Any]) -> list[Family]:
     f.counter("generations", "How often the ranks that are left have agreed, by reset().", stats["generation"])
     for kind, count in stats["failures"].items():
         f.counter("failures", "Failures of which this rank has heard.", count, kind=kind)
-    providers = set()
     for of in stats["all_to_alls"]:
-        _count_all_to_all(f, rank, of)
-        proxy = of.get("proxy")
-        if proxy is not None and proxy["provider"] not in providers:  # AllToAlls share them
-            providers.add(proxy["provider"])
-            _count_proxy(f, proxy)
+        if not of["closed"]:  # another one may have its number
+            _count_all_to_all(f, rank, of)
+    for provider in sorted({proxy["provider"] for proxy in stats["proxies"]}):
+        _count_proxies(f, provider, [proxy for proxy in stats["proxies"] if proxy["provider"] == provider])
     return list(f.found.values())
 
 
@@ -126,17 +124,19 @@ def _count_all_to_all(f: _Families, rank: int, of: dict[str, Any]) -> None:
         f.histogram("phase_seconds", "Times of calls.", times, object=number, phase=phase)
 
 
-def _count_proxy(f: _Families, proxy: dict[str, Any]) -> None:
-    provider = proxy["provider"]
+def _count_proxies(f: _Families, provider: str, proxies: list[dict[str, Any]]) -> None:
     for name, help in (
         ("again", "Posts that the NIC refused for the moment."), ("dropped", "Arrivals of no open step."),
         ("duplicates", "Arrivals that had come before."), ("errors", "Posts and writes that failed."),
     ):  # fmt: skip
-        f.counter(f"network_{name}", help, proxy[name], provider=provider)
-    f.gauge("network_deepest", "The most writes that were in flight.", proxy["deepest"], provider=provider)
-    for nic in proxy["nics"]:
-        f.counter("network_writes", "Writes posted.", nic["writes"], provider=provider, nic=nic["nic"])
-        f.counter("network_bytes", "Bytes of the writes posted.", nic["bytes"], provider=provider, nic=nic["nic"])
+        f.counter(f"network_{name}", help, sum(proxy[name] for proxy in proxies), provider=provider)
+    deepest = max(proxy["deepest"] for proxy in proxies)
+    f.gauge("network_deepest", "The most writes that were in flight.", deepest, provider=provider)
+    nics = [nic for proxy in proxies for nic in proxy["nics"]]
+    for name in sorted({nic["nic"] for nic in nics}):
+        for what, help in (("writes", "Writes posted."), ("bytes", "Bytes of the writes posted.")):
+            posted = sum(nic[what] for nic in nics if nic["nic"] == name)
+            f.counter(f"network_{what}", help, posted, provider=provider, nic=name)
 
 
 def text(of: Iterable[Family]) -> str:

@@ -45,6 +45,11 @@ def test_no_folder(tmp_path: Path) -> None:
             assert len(lines) == 1 and "absent" in lines[0], lines
 
 
+def test_of_several() -> None:
+    with Crew(2) as crew:
+        crew.run("metrics_cases:of_several", Case(16, 2, transport="proxy:tcp", steps=2))
+
+
 @pytest.mark.parametrize("files", [True, False])
 def test_top(tmp_path: Path, files: bool) -> None:
     """It names the rank that is late to every step, for which the others wait longest: from files, and from what processes say."""
