@@ -38,7 +38,8 @@ def a_file(me: Any, case: Case, folder: str) -> None:
         def mine() -> list[Samples]:
             files = [path.read_text() for path in Path(folder).glob("*.prom")]
             found = [samples(text_string_to_metric_families(text)) for text in files]
-            return [each for each in found if ("pplx_comm_world_size", frozenset({("rank", str(me.rank))})) in each]
+            own = ("pplx_comm_world_size", frozenset({"pplx_job": comm.control.job, "rank": str(me.rank)}.items()))
+            return [each for each in found if own in each]
 
         until("the file has all that was counted", lambda: mine() == [samples(registry.collect())])
         steps = {name[1]: value for name, value in samples(registry.collect()).items() if name[0] == "pplx_comm_steps_total"}
