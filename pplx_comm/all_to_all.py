@@ -23,6 +23,7 @@ from pplx_comm.layouts import Compact, Padded, Ragged
 from pplx_comm.log import log
 from pplx_comm.torch_ops.graph import Graph, GraphDispatched, GraphPlan
 from pplx_comm.wire import Wire
+from pplx_comm.wiring.carriers import Carriers
 from pplx_comm.wiring.compare import raised_by_all
 from pplx_comm.wiring.config import WHOLE, Arguments, integer, is_by_node, make_config
 from pplx_comm.wiring.wire_up import wire_up
@@ -314,7 +315,8 @@ class AllToAll:
     def stats(self) -> dict[str, Any]:
         """Counters since construction, the same keys on both devices; after close() as they were then.
 
-        object: the AllToAll's number among those that are open, the same on all ranks.
+        object: the AllToAll's number among those that are open, the same on all ranks. A later one may get it after close().
+        closed: True after close().
         counted: False with PPLX_COMM_STATS=0. Then `steps`, `open_steps`, `large_dispatches`, `large_combines` and `proxy` are all
             that is known, of the host's own calls. Else all is counted, on a GPU as kernels do it, replays of graphs among them.
         steps, open_steps: those that were combined or released, and, of the host's own calls, those whose memory is held.
@@ -333,7 +335,7 @@ class AllToAll:
             `dropped` and `duplicates` (of what arrived), `errors`, `deepest` (the most writes in flight), and `nics`, with the
             `writes` and `bytes` of each. AllToAlls of one Communicator share proxies.
         """
-        return self._steps.stats()
+        return self._steps.stats(True)
 
     def waits(self, half: str) -> torch.Tensor:
         """int64 [world_size], on the device of this AllToAll: for how many nanoseconds this rank has waited for each rank's rows so
@@ -408,6 +410,7 @@ def _open(comm: Communicator, arguments: Arguments) -> Steps:
     with comm.recovery.alone("AllToAll()"):
         steps = _wired(comm.control, arguments, {one.number for one in comm.recovery.open()})
         comm.recovery.add(steps)
+        comm.recovery.proxies = Carriers.of(comm.control).stats
         return steps
 
 

@@ -172,7 +172,9 @@ class Communicator:
         generation: how often the ranks that are left have agreed, by reset().
         alive: the ranks that neither died nor left, as far as this one knows.
         failures: how often each kind of Failure was heard of.
-        all_to_alls: what `AllToAll.stats` returns, for each that is not yet garbage.
+        proxies: what `AllToAll.stats` has as `proxy`, for each set of proxies that AllToAlls share. A proxy that stands still is
+            waited for no longer than a tenth of a second: its counters are then those that it told last.
+        all_to_alls: what `AllToAll.stats` returns, for each that is not yet garbage; `proxy` as it was told last.
         """
         return {
             "job": self.control.job,
@@ -182,6 +184,7 @@ class Communicator:
             "generation": self.control.generation,
             "alive": [rank for rank, alive in enumerate(self.control.alive()) if alive],
             "failures": dict(self._failures),
+            "proxies": self.recovery.proxies(),
             "all_to_alls": self.recovery.stats(),
         }
 

@@ -10,15 +10,18 @@ textfile collector. It is there as long as the Communicator is open.
 
 from __future__ import annotations
 
+import fcntl
 import itertools
 import os
 import threading
 import weakref
 from collections.abc import Callable, Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
+from pplx_comm.control.plane import ControlPlane
 from pplx_comm.errors import Error
 from pplx_comm.log import log
 from pplx_comm.settings import Watching, read
@@ -31,6 +34,7 @@ class Counted(Protocol):
     """A Communicator, as far as metrics read it."""
 
     rank: int
+    control: ControlPlane
 
     def stats(self) -> dict[str, Any]: ...
 
@@ -46,11 +50,11 @@ class Family:
 
 
 class _Families:
-    """Families by name, as samples come."""
+    """Families by name, as samples come. Each sample has the labels `common`."""
 
-    def __init__(self, rank: int) -> None:
+    def __init__(self, common: Labels) -> None:
         self.found: dict[str, Family] = {}
-        self._rank = str(rank)
+        self._common = common
 
     def _family(self, name: str, kind: str, help: str) -> Family:
         return self.found.setdefault(name, Family(_PREFIX + name, kind, help))
@@ -71,32 +75,27 @@ class _Families:
         family.samples.append(("_sum", own, times["seconds"]))
 
     def _labels(self, labels: dict[str, object]) -> Labels:
-        return {"rank": self._rank, **{name: str(value) for name, value in labels.items()}}
+        return {**self._common, **{name: str(value) for name, value in labels.items()}}
 
 
 def families(stats: dict[str, Any]) -> list[Family]:
-    """stats: what `Communicator.stats` returns."""
+    """stats: what `Communicator.stats` returns.
+
+    The label `pplx_job` is the same on all ranks of a Communicator, and another one's is different. Prometheus itself sets `job`.
+    """
     rank = int(stats["rank"])
-    f = _Families(rank)
-    f.gauge(
-        "job",
-        "Always 1. The label job is the same on all ranks of a Communicator, and another one's is different; node is the rank's.",
-        1,
-        job=stats["job"],
-        node=stats["node"],
-    )
+    f = _Families({"pplx_job": stats["job"], "rank": str(rank)})
+    f.gauge("job", "Always 1. The label node is the rank's node.", 1, node=stats["node"])
     f.gauge("world_size", "Ranks of the Communicator.", stats["world_size"])
     f.gauge("alive_ranks", "Ranks that neither died nor left, as far as this one knows.", len(stats["alive"]))
     f.counter("generations", "How often the ranks that are left have agreed, by reset().", stats["generation"])
     for kind, count in stats["failures"].items():
         f.counter("failures", "Failures of which this rank has heard.", count, kind=kind)
-    providers = set()
     for of in stats["all_to_alls"]:
-        _count_all_to_all(f, rank, of)
-        proxy = of.get("proxy")
-        if proxy is not None and proxy["provider"] not in providers:  # AllToAlls share them
-            providers.add(proxy["provider"])
-            _count_proxy(f, proxy)
+        if not of["closed"]:  # another one may have its number
+            _count_all_to_all(f, rank, of)
+    for provider in sorted({proxy["provider"] for proxy in stats["proxies"]}):
+        _count_proxies(f, provider, [proxy for proxy in stats["proxies"] if proxy["provider"] == provider])
     return list(f.found.values())
 
 
@@ -126,17 +125,19 @@ def _count_all_to_all(f: _Families, rank: int, of: dict[str, Any]) -> None:
         f.histogram("phase_seconds", "Times of calls.", times, object=number, phase=phase)
 
 
-def _count_proxy(f: _Families, proxy: dict[str, Any]) -> None:
-    provider = proxy["provider"]
+def _count_proxies(f: _Families, provider: str, proxies: list[dict[str, Any]]) -> None:
     for name, help in (
         ("again", "Posts that the NIC refused for the moment."), ("dropped", "Arrivals of no open step."),
         ("duplicates", "Arrivals that had come before."), ("errors", "Posts and writes that failed."),
     ):  # fmt: skip
-        f.counter(f"network_{name}", help, proxy[name], provider=provider)
-    f.gauge("network_deepest", "The most writes that were in flight.", proxy["deepest"], provider=provider)
-    for nic in proxy["nics"]:
-        f.counter("network_writes", "Writes posted.", nic["writes"], provider=provider, nic=nic["nic"])
-        f.counter("network_bytes", "Bytes of the writes posted.", nic["bytes"], provider=provider, nic=nic["nic"])
+        f.counter(f"network_{name}", help, sum(proxy[name] for proxy in proxies), provider=provider)
+    deepest = max(proxy["deepest"] for proxy in proxies)
+    f.gauge("network_deepest", "The most writes that were in flight.", deepest, provider=provider)
+    nics = [nic for proxy in proxies for nic in proxy["nics"]]
+    for name in sorted({nic["nic"] for nic in nics}):
+        for what, help in (("writes", "Writes posted."), ("bytes", "Bytes of the writes posted.")):
+            posted = sum(nic[what] for nic in nics if nic["nic"] == name)
+            f.counter(f"network_{what}", help, posted, provider=provider, nic=name)
 
 
 def text(of: Iterable[Family]) -> str:
@@ -182,14 +183,28 @@ def watch(comm: Counted) -> Callable[[], None]:
     return _File(comm, Path(asked.folder), asked.seconds).close
 
 
-class _File:
-    """A thread that writes the counters of one Communicator."""
+def _remove_dead(folder: Path, host: str) -> None:
+    """Removes the files of this host's killed processes: those that no process holds locked."""
+    for path in folder.glob(f"{host}-*.prom"):
+        with suppress(OSError), path.open("r+") as file:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.path.samestat(os.fstat(file.fileno()), path.lstat()):  # else its process has written it anew
+                path.unlink()
 
-    _numbers = itertools.count()
+
+class _File:
+    """A thread that writes the counters of one Communicator.
+
+    The process holds the file locked, and the kernel ends that with the process. Locks of another kernel may not show: so the name
+    begins with the host's boot, and a process removes files of its own host alone.
+    """
 
     def __init__(self, comm: Counted, folder: Path, seconds: float) -> None:
         self._comm = weakref.ref(comm)
-        self._path = folder / f"pplx_comm-{os.getpid()}-{next(self._numbers)}.prom"
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")[:12]
+        self._host = f"pplx_comm-{boot}"
+        self._path = folder / f"{self._host}-{os.getpid()}-{comm.control.job}-{comm.rank}.prom"
+        self._locked: IO[str] | None = None
         self._seconds = seconds
         self._ended = threading.Event()
         self._complained = False
@@ -198,25 +213,43 @@ class _File:
         self._thread.start()
 
     def _run(self) -> None:
-        while self._write() and not self._ended.wait(self._seconds):
-            pass
-        self._path.unlink(missing_ok=True)
+        try:
+            _remove_dead(self._path.parent, self._host)
+            while self._write() and not self._ended.wait(self._seconds):
+                pass
+        finally:
+            self._path.unlink(missing_ok=True)
+            if self._locked is not None:
+                self._locked.close()
 
     def _write(self) -> bool:
         """False if the Communicator is gone."""
         comm = self._comm()
         if comm is None:
             return False
-        new = self._path.with_suffix(".new")
         try:
-            new.write_text(text(families(comm.stats())))
-            new.replace(self._path)
+            self._replace(text(families(comm.stats())))
             self._complained = False
         except (OSError, Error) as problem:
             if not self._complained:
                 log.warning("PPLX_COMM_METRICS: %s; tried again every %g s", problem, self._seconds)
             self._complained = True
         return True
+
+    def _replace(self, told: str) -> None:
+        new, file = self._path.with_suffix(".new"), None
+        try:
+            file = new.open("x")  # follows no link of another user
+            with suppress(OSError):  # a file system without locks: nothing is removed there
+                fcntl.flock(file, fcntl.LOCK_EX)
+            file.write(told)
+            file.flush()
+            new.replace(self._path)
+            self._locked, file = file, self._locked
+        finally:
+            new.unlink(missing_ok=True)
+            if file is not None:
+                file.close()
 
     def close(self) -> None:
         self._ended.set()

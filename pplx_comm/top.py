@@ -84,7 +84,7 @@ def parse(text: str, at: float) -> Reading:
     for name, labelled, said in _SAMPLE.findall(text):
         labels, value = dict(_LABEL.findall(labelled)), float(said)
         if name == "job":
-            r.job, r.rank, r.node = labels["job"], int(labels["rank"]), int(labels["node"])
+            r.job, r.rank, r.node = labels["pplx_job"], int(labels["rank"]), int(labels["node"])
         elif name == "world_size":
             r.world_size = int(value)
         elif name == "alive_ranks":

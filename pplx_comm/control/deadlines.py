@@ -57,7 +57,9 @@ AWAY = _CPP["AWAY"]
 BUSY = _CPP["BUSY"]
 PASSED_ON = _CPP["PASSED_ON"]
 ANSWERED = _CPP["ANSWERED"]
-PROXY_TURN = Deadline(0.1, "without a turn of the proxy's thread: then a timeout says that it is stuck; it takes one each ms")
+PROXY_TURN = Deadline(
+    0.1, "without a turn of the proxy's thread, which takes one each ms: a timeout says that it is stuck, stats() does not ask it"
+)
 ASKED_RANK = Deadline(0.5, "after a timeout: for the rank that is blamed to say what it does")
 ASKED_JOB = Deadline(3.0, "for all ranks to say so")
 

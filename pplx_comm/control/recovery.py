@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
@@ -41,8 +41,8 @@ class Resettable(Protocol):
     def open_steps(self) -> int:
         """Steps that this rank has begun and not ended."""
 
-    def stats(self) -> dict[str, Any]:
-        """Its counters, after close() as they were then."""
+    def stats(self, fresh: bool) -> dict[str, Any]:
+        """Its counters, after close() as they were then. fresh: waits for proxies to tell theirs."""
 
     @property
     def generation(self) -> int:
@@ -95,6 +95,8 @@ class Recovery:
         """The thread that holds the lock."""
         live: weakref.WeakSet[Resettable] = weakref.WeakSet()
         self._live = live
+        self.proxies: Callable[[], list[dict[str, Any]]] = list
+        """Returns the counters of all carriers. The first AllToAll sets it."""
 
         def close_all() -> None:
             for each in list(live):
@@ -110,11 +112,11 @@ class Recovery:
         return sorted((one for one in list(self._live) if one.open), key=lambda one: one.number)
 
     def stats(self) -> list[dict[str, Any]]:
-        """Counters of all that are open, and of those that are closed and still referred to."""
+        """Counters of all that are open, and of those that are closed and still referred to. Waits for no proxy."""
         found = []
         for one in list(self._live):
             with suppress(Error):  # closed meanwhile, or never whole
-                found.append(one.stats())
+                found.append(one.stats(False))
         return sorted(found, key=lambda stats: int(stats["object"]))
 
     @contextmanager

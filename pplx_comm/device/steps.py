@@ -277,15 +277,15 @@ class Steps:
         self._life.check_open("waits")
         return self.device.waits(half)
 
-    def stats(self) -> dict[str, Any]:
+    def stats(self, fresh: bool) -> dict[str, Any]:
         """See AllToAll.stats."""
         if self._last_stats is not None:
             return self._last_stats
         self._life.check_open("stats")
-        return self._counters(True)
+        return self._counters(fresh)
 
     def _counters(self, fresh: bool) -> dict[str, Any]:
-        stats = {"object": self.number, **self.device.stats(), "open_steps": self.open_steps}
+        stats = {"object": self.number, "closed": False, **self.device.stats(), "open_steps": self.open_steps}
         carrier = self.session.wiring.carrier
         return stats if carrier is None else {**stats, "proxy": carrier.stats(fresh)}
 
@@ -298,7 +298,7 @@ class Steps:
             return
         self._told.end()
         try:
-            self._last_stats = self._counters(False)  # the proxy may stand still
+            self._last_stats = {**self._counters(False), "closed": True}  # the proxy may stand still
             self.device.end_calls()
         except Error as problem:  # CUDA's, of any kernel's fault before
             log.warning("%s closes without its last counters: %s", self.what, problem)

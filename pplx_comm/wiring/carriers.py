@@ -227,6 +227,10 @@ class Carriers:
         for proxy in list(self.proxies.values()):
             proxy.peer_died(failure.rank)
 
+    def stats(self) -> list[dict[str, Any]]:
+        """Counters of each carrier. If a thread of it stands still, they are those of the time when it last told of them."""
+        return [carrier.stats(not carrier.stands_still()) for carrier in list(self.proxies.values())]
+
     def close_unused(self, generation: int) -> None:
         """Closes what generations before that one used, once all AllToAlls have left it."""
         for key, proxy in list(self.proxies.items()):

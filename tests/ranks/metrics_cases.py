@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from rank_cases import Runner, open_all_to_all
 
 from pplx_comm import metrics
+from pplx_comm.wiring.carriers import Carriers
 
 """How late a rank or a link is: far more than ranks wait for a core."""
 Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
@@ -36,7 +38,8 @@ def a_file(me: Any, case: Case, folder: str) -> None:
         def mine() -> list[Samples]:
             files = [path.read_text() for path in Path(folder).glob("*.prom")]
             found = [samples(text_string_to_metric_families(text)) for text in files]
-            return [each for each in found if ("pplx_comm_world_size", frozenset({("rank", str(me.rank))})) in each]
+            own = ("pplx_comm_world_size", frozenset({"pplx_job": comm.control.job, "rank": str(me.rank)}.items()))
+            return [each for each in found if own in each]
 
         until("the file has all that was counted", lambda: mine() == [samples(registry.collect())])
         steps = {name[1]: value for name, value in samples(registry.collect()).items() if name[0] == "pplx_comm_steps_total"}
@@ -59,6 +62,64 @@ def no_such_folder(me: Any, case: Case) -> list[str]:
     return [line for line in heard if "PPLX_COMM_METRICS" in line]
 
 
+class Asked:
+    """A proxy that counts how often it is asked to tell its counters, and may stand still."""
+
+    def __init__(self, proxy: Any) -> None:
+        self.proxy, self.times, self.still = proxy, 0, False
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.proxy, name)
+
+    def takes_turns(self, within: float) -> bool:
+        return not self.still
+
+    def stats(self, fresh: bool) -> Any:
+        self.times += fresh
+        return self.proxy.stats(fresh)
+
+
+def of_several(me: Any, case: Case) -> None:
+    """One AllToAll is closed and referred to, two share a proxy, and one has two proxies of that provider."""
+    closed = open_all_to_all(me, case)
+    Runner(me, case, closed).run()
+    closed.close()
+    two_proxies = replace(case, proxy_threads=2)
+    with open_all_to_all(me, case) as one, open_all_to_all(me, case) as other, open_all_to_all(me, two_proxies) as two:
+        for a2a in (one, other, two):
+            Runner(me, case, a2a).run()
+        must(closed.stats()["object"] == one.stats()["object"], "a number is used again")
+
+        def told() -> Samples:
+            found = [
+                ((family.name + end, frozenset(labels.items())), value)
+                for family in metrics.families(me.comm.stats())
+                for end, labels, value in family.samples
+            ]
+            must(len(dict(found)) == len(found), "each sample once", found)
+            return dict(found)
+
+        def values(name: str) -> list[float]:
+            return [value for sample, value in told().items() if sample[0] == name]
+
+        me.comm.barrier()
+        until("all steps are counted", lambda: values("pplx_comm_steps_total") == 3 * [case.steps])
+        for what in ("bytes", "writes"):
+            until(
+                f"all {what}",
+                lambda: sum(values(f"pplx_comm_network_{what}_total")) == sum(a2a.stats()["proxy"][what] for a2a in (one, two)),
+            )
+        proxies = [proxy for carrier in Carriers.of(me.comm.control).proxies.values() for proxy in carrier.proxies]
+        for proxy in proxies:
+            proxy.proxy = Asked(proxy.proxy)
+        before = told()
+        must([proxy.proxy.times for proxy in proxies] == [1, 1, 1], "each is asked once")
+        for proxy in proxies:
+            proxy.proxy.still = True
+        must(told() == before, "what was told last", before)
+        must([proxy.proxy.times for proxy in proxies] == [1, 1, 1], "none is asked that stands still")
+
+
 def served(me: Any, case: Case) -> dict[str, Any]:
     """Serves its counters on a port that the test is told, and takes steps until it hears that this is enough."""
     registry = prometheus_client.CollectorRegistry()
@@ -71,13 +132,14 @@ def served(me: Any, case: Case) -> dict[str, Any]:
             runner.run()
             turns += 1
         me.hear()
+        a2a.stats()  # waits for the proxy, if it has no core
         stats = me.comm.stats()
         me.say("stats", stats)
         me.hear()
         server.shutdown()
         server.server_close()
         thread.join()
-    must(me.comm.stats()["all_to_alls"] == stats["all_to_alls"], "stats after close")
+    must(me.comm.stats()["all_to_alls"] == [{**each, "closed": True} for each in stats["all_to_alls"]], "stats after close")
     return {"turns": turns, **stats}
 
 

@@ -623,7 +623,7 @@ def many_steps(me: Any, case: Case, steps: int) -> None:
             finish()
         stats = a2a.stats()
         must(stats["steps"] == steps and stats["open_steps"] == 0, "stats", stats)
-    must({**a2a.stats(), "proxy": None} == {**stats, "proxy": None}, "stats after close", a2a.stats())
+    must({**a2a.stats(), "proxy": None} == {**stats, "proxy": None, "closed": True}, "stats after close", a2a.stats())
 
 
 def interleaved(me: Any, cases: list[Case]) -> None:

@@ -3,23 +3,26 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.parse
 import urllib.request
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 from cases import Case
-from harness import ROOT, Crew
+from harness import ROOT, Crew, until
 
 from pplx_comm import metrics, top
 
@@ -43,6 +46,59 @@ def test_no_folder(tmp_path: Path) -> None:
     with Crew(2, {"PPLX_COMM_METRICS": str(tmp_path / "absent"), "PPLX_COMM_METRICS_SECONDS": "1"}) as crew:
         for lines in crew.run("metrics_cases:no_such_folder", Case(12, 2, steps=2)):
             assert len(lines) == 1 and "absent" in lines[0], lines
+
+
+def test_of_several() -> None:
+    with Crew(2) as crew:
+        crew.run("metrics_cases:of_several", Case(16, 2, transport="proxy:tcp", steps=2))
+
+
+def test_a_killed_process(tmp_path: Path) -> None:
+    """Its file is removed when the next Communicator of this host starts. Those of a living process and of another host are not."""
+    program = "import sys, pplx_comm; comm = pplx_comm.Communicator.from_env(); sys.stdin.read()"
+    environment = {**os.environ, "PPLX_COMM_METRICS": str(tmp_path), "PPLX_COMM_METRICS_SECONDS": "86400"}
+    other = tmp_path / "pplx_comm-000000000000-1-aaaaaaaa-0.prom"
+    other.touch()
+
+    def files(pid: int | str = "*") -> list[Path]:
+        return list(tmp_path.glob(f"pplx_comm-*-{pid}-*.prom"))
+
+    def start() -> subprocess.Popen[bytes]:
+        process = stack.enter_context(subprocess.Popen([sys.executable, "-c", program], env=environment, stdin=subprocess.PIPE))
+        until("it has a file", lambda: process.poll() is not None or bool(files(process.pid)), 60.0)
+        return process
+
+    with ExitStack() as stack:
+        living, killed = start(), start()
+        killed.kill()
+        killed.wait()
+        assert len(files()) == 3
+        last = start()
+        assert set(files()) == {other, *files(living.pid), *files(last.pid)} and len(files()) == 3
+
+
+def test_what_a_file_leaves(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Another user's link is not followed. The thread removes its file even when the Communicator raises an unknown error."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().replace("-", "")[:12]
+    path, victim = tmp_path / f"pplx_comm-{boot}-{os.getpid()}-aa-0.prom", tmp_path / "victim"
+    victim.write_text("whole")
+    path.with_suffix(".new").symlink_to(victim)
+    monkeypatch.setattr(threading, "excepthook", lambda _: None)
+
+    class Raises:
+        rank, control, written = 0, SimpleNamespace(job="aa"), ""
+
+        def stats(self) -> dict[str, Any]:
+            if path.exists():
+                self.written = path.read_text()
+                raise RuntimeError
+            empty: dict[str, Any] = {"failures": {}, "proxies": [], "all_to_alls": []}
+            return {"job": "aa", "rank": 0, "node": 0, "world_size": 1, "generation": 0, "alive": [0], **empty}
+
+    comm: Any = Raises()
+    metrics._File(comm, tmp_path, 0.001)._thread.join(60)
+    assert comm.written.startswith("# HELP pplx_comm_job") and 'pplx_comm_world_size{pplx_job="aa",rank="0"} 1' in comm.written
+    assert list(tmp_path.iterdir()) == [victim] and victim.read_text() == "whole"
 
 
 @pytest.mark.parametrize("files", [True, False])
@@ -199,7 +255,7 @@ def test_prometheus(tmp_path: Path) -> None:
                     ("pplx_comm_alive_ranks", 2),
                 ):
                     name, _, labels = expression.partition("{")
-                    of_rank = f'{name}{{rank="{rank}"' + (f",{labels}" if labels else "}")
+                    of_rank = f'{name}{{pplx_job="{stats["job"]}",rank="{rank}"' + (f",{labels}" if labels else "}")
                     server.until(of_rank, lambda found, value=value: found and float(found[0]["value"][1]) == value)
             for rank in range(2):
                 crew.tell(rank, "read")

@@ -62,7 +62,7 @@ def carried() -> dict[str, Any]:
 
 def in_metrics(folder: Path) -> list[int]:
     """The steps of this process's files there."""
-    files = [path.read_text() for path in folder.glob(f"pplx_comm-{os.getpid()}-*.prom")]
+    files = [path.read_text() for path in folder.glob(f"pplx_comm-*-{os.getpid()}-*.prom")]
     return [sum(int(n) for n in re.findall(r"^pplx_comm_steps_total{.*} (\d+)$", text, re.MULTILINE)) for text in files]
 
 

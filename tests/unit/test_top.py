@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from pathlib import Path
+from typing import Any
 
 import pytest
 from harness import seed
@@ -95,7 +96,8 @@ def test_matrix() -> None:
 
 
 def written(folder: Path, job: str, rank: int) -> None:
-    of = {"job": job, "rank": rank, "node": 0, "world_size": 2, "generation": 0, "alive": [0, 1], "failures": {}, "all_to_alls": []}
+    of: dict[str, Any] = {"job": job, "rank": rank, "node": 0, "world_size": 2, "generation": 0, "alive": [0, 1], "failures": {}}
+    of |= {"proxies": [], "all_to_alls": []}
     (folder / f"pplx_comm-{job}-{rank}.prom").write_text(metrics.text(metrics.families(of)))
 
 
