@@ -603,8 +603,8 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        numbers = None if topk_weights is None else self._numbers(handle, topk_weights)  # first: it may close the handle's lane
         lane = handle.lane(x) or self._normal(handle, x, None, 0, config)
-        numbers = None if topk_weights is None else self._numbers(handle, topk_weights)
         biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
 
         def call() -> tuple[Any, ...]:

@@ -81,6 +81,11 @@ def _same(out: torch.Tensor, wanted: torch.Tensor, case: dict[str, Any]) -> None
     torch.testing.assert_close(out.float(), wanted, rtol=2**-6 if coarse else 2**-9, atol=0.2 if coarse else 0.02)
 
 
+def _ended(halves: Any) -> None:
+    """No step is open."""
+    assert not any(lane.a2a.stats()["open_steps"] for lane in halves._pool._lanes.values())
+
+
 def kernels(me: Any, seed: int, case: dict[str, Any], same: int, across: bool, halves: bool) -> None:
     """Two steps of pplx_kernels; its batches of experts, with a bound that is on the device."""
     nvshmem_init(global_rank=me.rank, local_rank=me.rank, world_size=me.world_size, device=None)
@@ -115,6 +120,7 @@ def kernels(me: Any, seed: int, case: dict[str, Any], same: int, across: bool, h
         out = torch.full((world.most, world.hidden), torch.nan, dtype=dtype)
         _halves(ata.combine, halves, out_tokens=out, indices=ids, weights=weights, expert_y=y, bound_m=bound)
         _same(out[: world.used[world.mine]], world.combined(), case)
+        _ended(ata)
     ata.destroy()
 
 
@@ -160,6 +166,7 @@ def garden(me: Any, seed: int, case: dict[str, Any], same: int, padding: int, ha
         out = torch.full((world.most, world.hidden), 2.0 if accumulate else torch.nan, dtype=out_dtype)
         _halves(p2p.combine, halves, out_tokens=out, indices=ids, weights=weights, expert_y=y, bound_m=bound, accumulate=accumulate)
         _same(out[: world.used[world.mine]], world.combined() + 2.0 * accumulate, case)
+        _ended(p2p)
     p2p.destroy()
 
 

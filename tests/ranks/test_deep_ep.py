@@ -59,6 +59,18 @@ def test_backward_passes(crew: Crews) -> None:
     crew.run("deep_ep_cases:backward", seed(), LAYER, TOKENS)
 
 
+def test_blocks_in_pieces(crew: Crews) -> None:
+    crew.run("deep_ep_cases:in_pieces", seed(), LAYER, TOKENS)
+
+
+def test_closed_all_to_alls(crew: Crews) -> None:
+    crew.run("deep_ep_cases:closed_lanes", seed(), LAYER, TOKENS)
+
+
+def test_a_capture_closes_no_dispatch_from_before(crew: Crews) -> None:
+    assert all("before this CUDA graph's capture" in told for told in crew.run("deep_ep_cases:captured"))
+
+
 def test_more_shapes_than_a_communicator_has_all_to_alls(crew: Crews) -> None:
     assert crew.run("deep_ep_cases:many_shapes", seed()) == [(8, True)] * 4
 
