@@ -96,10 +96,13 @@ class Config:
         self.num_sms = num_sms
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes with which blocks of LEAST_TOKENS tokens are whole."""
-        return AllToAll.required_bytes(
-            world_size=num_ranks, num_experts=num_ranks, top_k=MOST_CHOICES, hidden=-(-hidden_bytes // 16) * 8,
-            max_tokens_per_rank=LEAST_TOKENS, layout=Compact(), in_flight=IN_FLIGHT,
+        """Bytes with which blocks of LEAST_TOKENS tokens are whole, on either device."""
+        return max(
+            AllToAll.required_bytes(
+                world_size=num_ranks, num_experts=num_ranks, top_k=MOST_CHOICES, hidden=-(-hidden_bytes // 16) * 8,
+                max_tokens_per_rank=LEAST_TOKENS, layout=Compact(), in_flight=IN_FLIGHT, device=device,
+            )
+            for device in ("cpu", "cuda")
         )  # fmt: skip
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
@@ -436,7 +439,7 @@ class Buffer:
         if async_finish:
             waits = combine_wait_recv_cost_stats
             call = functools.partial(handle.combine, lane, x, False, topk_weights, out, waits)
-            (y, _), event = self._run(call, None, True, x, topk_weights, out, waits, _rows_of(handle))
+            (y, _), event = self._run(call, None, True, x, ids, topk_weights, out, waits, _rows_of(handle))
             return y, event, None
         y, step = handle.combine(lane, x, return_recv_hook, topk_weights, out, combine_wait_recv_cost_stats)
         return y, NO_EVENT, step.finish if return_recv_hook else None
@@ -455,14 +458,17 @@ class Buffer:
 
     def _low_latency_arguments(self, shape: tuple[int, int, int], top_k: int, x: torch.Tensor, wire: int) -> dict[str, Any]:
         (most, hidden, experts), device = shape, x.device
-        if experts % self.group_size:
-            raise Error(f"low_latency_dispatch: num_experts={experts} must be a multiple of the {self.group_size} ranks")
+        self._check_experts("low_latency_dispatch", experts)
         return {
             "num_experts": experts, "top_k": top_k, "hidden": hidden, "max_tokens_per_rank": most, "dtype": x.dtype,
             "wire": WIRES[wire], "layout": Padded(self.group_size * most), "scale_layout": "tma", "device": device,
             # CPU results are there before the receive half only with hooks.
             "hooks": device.type == "cpu",
         }  # fmt: skip
+
+    def _check_experts(self, call: str, experts: int) -> None:
+        if experts % self.group_size:
+            raise Error(f"{call}: num_experts={experts} must be a multiple of the {self.group_size} ranks")
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         if mask:
@@ -491,6 +497,7 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
+        self._check_experts("get_dispatch_layout", num_experts)
         tokens, ranks, device = len(topk_idx), self.group_size, topk_idx.device
 
         def count() -> tuple[Any, ...]:
@@ -547,9 +554,12 @@ class Buffer:
         if is_token_in_rank is None or num_tokens_per_expert is None:
             raise Error("dispatch: give handle=, or is_token_in_rank and num_tokens_per_expert of get_dispatch_layout()")
         counts, experts = None, num_tokens_per_expert.shape[0]
-        if experts % self.group_size:
-            raise Error(f"dispatch: {experts} experts must be a multiple of the {self.group_size} ranks")
+        self._check_experts("dispatch", experts)
         if topk_idx is None:
+            # The layout is read here, on the current stream. Then the communication stream waits for that stream.
+            if previous_event is not None and previous_event.event is not None:
+                previous_event.event.current_stream_wait()
+            previous_event = None
             counts = self._sum_counts(num_tokens_per_expert)
             topk_idx, experts = _as_choices(is_token_in_rank), self.group_size
         where = self.rank, self.group_size, self._nodes
@@ -623,7 +633,8 @@ class Buffer:
                 sums = Routes(handle.ids).open_step(numbers).combine(given, weighted=False)[:, :choices].contiguous()
             return y, sums, d.x
 
-        (y, sums, _), event = self._run(call, previous_event, async_finish, x, topk_weights, *biases, _rows_of(handle))
+        read = handle.ids, topk_weights, *biases, _rows_of(handle)
+        (y, sums, _), event = self._run(call, previous_event, async_finish, x, *read)
         return y, sums, event
 
     internode_dispatch, internode_combine = dispatch, combine
@@ -634,11 +645,13 @@ class Buffer:
 
         def arguments() -> dict[str, Any]:
             most = self._room(max(tokens, -(-worst // self.group_size)))
-            given = (self.num_nvl_bytes + self.num_rdma_bytes) // IN_FLIGHT
+            given = (self.num_nvl_bytes + self.num_rdma_bytes) // IN_FLIGHT if _takes_pieces(x.device) else 0
             arguments: dict[str, Any] = {
                 "num_experts": experts, "top_k": top_k, "hidden": hidden, "dtype": dtype, "wire": wire, "layout": Compact(),
             }  # fmt: skip
-            least = AllToAll.required_bytes(world_size=self.group_size, max_tokens_per_rank=256, **arguments)
+            least = AllToAll.required_bytes(
+                world_size=self.group_size, max_tokens_per_rank=256, device=x.device.type, **arguments
+            )  # fmt: skip
             slot_bytes = max(given, least) if given else None
             return {**arguments, "max_tokens_per_rank": most, "slot_bytes": slot_bytes, "device": x.device}
 
@@ -676,6 +689,11 @@ class Buffer:
 
 def _one_of_both(call: str) -> Error:
     return Error(f"{call}: give async_finish=True or return_recv_hook=True, not both")
+
+
+def _takes_pieces(device: torch.device) -> bool:
+    """See docs/limits.md, slot_bytes."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def _rows_of(handle: Handle) -> torch.Tensor | None:

@@ -328,6 +328,33 @@ def returned(me: Any, b: Buffer, world: World, rows: torch.Tensor, handle: Any, 
     assert weights is None or torch.equal(sums, world.weights[me.rank].masked_fill(world.ids[me.rank] < 0, 0.0))
 
 
+class Arrives:
+    """An event behind which the layout is there."""
+
+    def __init__(self, *written: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.written = written
+
+    def current_stream_wait(self) -> None:
+        for tensor, value in self.written:
+            tensor.copy_(value)
+
+
+def layout_behind_an_event(me: Any, seed: int, layer: Layer, tokens: list[int], asynchronous: bool) -> None:
+    """Without top-k dispatch reads the layout on the host, once previous_event is over."""
+    world, b = World(seed, me.world_size, tokens, **layer), buffer(me)
+    x = world.x[me.rank]
+    _, _, per_expert, wanted, _ = b.get_dispatch_layout(world.ids[me.rank], world.experts)
+    given = torch.zeros_like(wanted), torch.zeros_like(per_expert)
+    event: Any = Arrives((given[0], wanted), (given[1], per_expert))
+    rows, _, _, numbers, handle, _ = b.dispatch(
+        x, is_token_in_rank=given[0], num_tokens_per_expert=given[1], previous_event=EventOverlap(event), async_finish=asynchronous
+    )
+    mine = range(me.rank * world.local, (me.rank + 1) * world.local)
+    assert numbers == [sum(int((ids == e).sum()) for ids in world.ids) for e in mine]
+    assert len(rows) == sum(int(world.wanted(rank)[:, me.rank].sum()) for rank in range(me.world_size))
+    returned(me, b, world, rows, handle)
+
+
 def in_pieces(me: Any, seed: int, layer: Layer, tokens: list[int]) -> None:
     """Two dispatches whose blocks go in pieces, the second one combined first. Then rows that are routed once more before the combine."""
     with mock.patch.dict(os.environ, PPLX_COMM_COMPAT_MAX_TOKENS="1024"):
@@ -461,6 +488,8 @@ def refusals(me: Any) -> dict[str, str]:
         "nvfp4": lambda: ll(use_nvfp4=True),
         "ue8m0 alone": lambda: ll(use_ue8m0=True),
         "packed": lambda: ll(round_scale=True, use_ue8m0=True),
+        "uneven layout": lambda: b.get_dispatch_layout(ids, 9),
+        "few experts": lambda: b.get_dispatch_layout(ids, me.world_size - 1),
         "async and hook": lambda: ll(async_finish=True, return_recv_hook=True),
         "uneven": lambda: b.low_latency_dispatch(x, ids, 2, 9),
         "logfmt": lambda: combine(use_logfmt=True),
