@@ -13,7 +13,7 @@ from pplx_comm.compat.pplx_garden import P2PAllToAll
 from pplx_comm.compat.pplx_kernels import AllToAll, nvshmem_init
 
 BLOCK = 128
-"""Elements with a scale, of rows of codes. Other rows have scales where a case has a "block"."""
+"""Elements with a scale, of rows of codes. Other rows have scales where a case has a "block". 0: no rows have any."""
 
 
 class World:
@@ -25,7 +25,7 @@ class World:
         self.hidden, self.experts, self.top_k, self.most = case["hidden"], case["experts"], case["top_k"], case["most"]
         self.local, dtype = self.experts // me.world_size, getattr(torch, case["in"])
         self.block = case.get("block", BLOCK)
-        self.scales = -(-self.hidden // self.block) if dtype.itemsize == 1 or "block" in case else 0
+        self.scales = -(-self.hidden // self.block) if self.block and (dtype.itemsize == 1 or "block" in case) else 0
         self.used = [int(torch.randint(self.most + 1, (), generator=g)) for _ in range(self.groups)]
         self.x, self.scale, self.ids, self.weights = [], [], [], []
         for _ in range(self.groups):
