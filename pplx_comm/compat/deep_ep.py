@@ -7,18 +7,18 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 from typing import Any, TypeVar, cast
 
 import torch
 
 from pplx_comm.all_to_all import AllToAll
 from pplx_comm.communicator import Communicator
-from pplx_comm.compat.shared import IN_FLIGHT, Lane, Pool, Routes, Step, announce, refuse
+from pplx_comm.compat.deep_ep_handles import NO_EVENT, EventHandle, EventOverlap, LowLatencyHandle, NormalHandle
+from pplx_comm.compat.shared import IN_FLIGHT, Lane, Pool, Routes, announce, refuse
 from pplx_comm.device.cuda import raw_stream
 from pplx_comm.errors import Error
 from pplx_comm.gpus import cuda_module
-from pplx_comm.handles import Dispatched
 from pplx_comm.layouts import Compact, Padded
 from pplx_comm.wire import Wire
 
@@ -33,40 +33,6 @@ PACKED = 4 * Wire.FP8.scale_block
 WIRES = (Wire.NATIVE, Wire.FP8, Wire.FP8_UE8M0)
 MOST_CHOICES = 16
 _Call = TypeVar("_Call", bound=Callable[..., Any])
-
-
-class EventHandle:
-    """An event on the current stream. CPU calls return when they are done, so there it stands for nothing."""
-
-    def __init__(self) -> None:
-        self._event = torch.cuda.current_stream().record_event() if torch.cuda.is_initialized() else None
-
-    def current_stream_wait(self) -> None:
-        if self._event is not None:
-            torch.cuda.current_stream().wait_event(self._event)
-
-
-class EventOverlap:
-    """The end of a call with async_finish=True. As a context manager, it waits where the block ends."""
-
-    def __init__(self, event: EventHandle | None = None, extra_tensors: tuple[Any, ...] | None = None) -> None:
-        self.event, self.extra_tensors = event, extra_tensors
-
-    def current_stream_wait(self) -> None:
-        if self.event is None:
-            raise Error("current_stream_wait: this event is of a call without async_finish=True, which needs no wait")
-        self.event.current_stream_wait()
-
-    def __enter__(self) -> EventOverlap:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.event is not None:
-            self.event.current_stream_wait()
-
-
-NO_EVENT = EventOverlap()
-"""Calls without async_finish=True return it."""
 
 
 def quick(call: _Call) -> _Call:
@@ -96,151 +62,18 @@ class Config:
         self.num_sms = num_sms
 
     def get_nvl_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
-        """Bytes with which blocks of LEAST_TOKENS tokens are whole."""
-        return AllToAll.required_bytes(
-            world_size=num_ranks, num_experts=num_ranks, top_k=MOST_CHOICES, hidden=-(-hidden_bytes // 16) * 8,
-            max_tokens_per_rank=LEAST_TOKENS, layout=Compact(), in_flight=IN_FLIGHT,
+        """Bytes with which blocks of LEAST_TOKENS tokens are whole, on either device."""
+        return max(
+            AllToAll.required_bytes(
+                world_size=num_ranks, num_experts=num_ranks, top_k=MOST_CHOICES, hidden=-(-hidden_bytes // 16) * 8,
+                max_tokens_per_rank=LEAST_TOKENS, layout=Compact(), in_flight=IN_FLIGHT, device=device,
+            )
+            for device in ("cpu", "cuda")
         )  # fmt: skip
 
     def get_rdma_buffer_size_hint(self, hidden_bytes: int, num_ranks: int) -> int:
         """None of its own: the other number counts for both."""
         return 0
-
-
-class Handle(Routes, Sequence[Any]):
-    """The routing of a dispatch, for combine and cached dispatches. Elements that DeepEP documents are made when they are read. Its
-    internals are None."""
-
-    rows: int | None = None
-    """Normal mode: rows of recv_x."""
-
-    def elements(self) -> tuple[Any, ...]:
-        """Values, and methods that make them."""
-        raise NotImplementedError
-
-    def dispatched(self) -> Dispatched:
-        """Raises an Error once the step is closed."""
-        if self.step is None:
-            raise Error("nothing was dispatched")
-        return self.step.rows()
-
-    def lane(self, x: torch.Tensor) -> Lane | None:
-        """The AllToAll of its last step, if rows like those of x can go back there."""
-        lane = None if self.step is None else self.step.lane
-        return lane if lane is not None and not lane.closed and lane.a2a.dtype == x.dtype else None
-
-    def sources(self) -> torch.Tensor:
-        return self.dispatched().src_token[: self.rows]
-
-    def __len__(self) -> int:
-        return len(self.elements())
-
-    def __getitem__(self, index: Any) -> Any:
-        element = self.elements()[index]
-        return element() if callable(element) else element
-
-    def __iter__(self) -> Iterator[Any]:
-        return (self[index] for index in range(len(self)))
-
-
-def _noting(lane: Lane, half: str, costs: torch.Tensor) -> Callable[[], None]:
-    """Returns what adds the nanoseconds that are waited from now on."""
-    before = lane.a2a.waits(half)
-
-    def note() -> None:
-        costs.add_(lane.a2a.waits(half) - before)
-
-    return note
-
-
-def _after(d: Dispatched, packed: torch.Tensor | None, stats: torch.Tensor | None, noted: Callable[[], None] | None) -> None:
-    """Ends a dispatch of low latency mode, behind its receive half."""
-    if stats is not None:
-        stats.add_(d.counts)
-    if noted is not None:
-        noted()
-    if packed is not None and d.scale is not None:
-        _pack(d.scale, packed)
-
-
-class LowLatencyHandle(Handle):
-    given: torch.Tensor | None = None
-    """See get_next_low_latency_combine_buffer."""
-
-    def __init__(self, ids: torch.Tensor, world_size: int, shape: tuple[int, int, int]) -> None:
-        """shape: M, hidden, experts."""
-        self.ids, self.step, self.ranks, self.shape = ids, None, world_size, shape
-
-    def receive(
-        self, lane: Lane, x: torch.Tensor, hook: bool, stats: torch.Tensor | None, waits: torch.Tensor | None, packs: bool
-    ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, Step]:
-        """Rows, scales, counts, and their step. hook: they are there once it was received. packs: scales as UE8M0."""
-        noted = None if waits is None else _noting(lane, "dispatch", waits)
-        step = self.dispatch(lane, x, send_only=hook)
-        d = step.rows()
-        if not packs and stats is None and noted is None:
-            return d.x, d.scale, d.counts, step
-        packed = _packed_like(d.scale) if packs and d.scale is not None else None
-        then = functools.partial(_after, d, packed, stats, noted)
-        if hook:
-            step.then = then
-        else:
-            then()
-        return d.x, d.scale if packed is None else packed, d.counts, step
-
-    def combine(
-        self, lane: Lane, x: torch.Tensor, hook: bool, weights: torch.Tensor, out: torch.Tensor | None, waits: torch.Tensor | None
-    ) -> tuple[torch.Tensor, Step]:
-        """hook: the sums are there once the step has finished."""
-        step = self.open_step(lane)
-        if hook and out is None:
-            out = torch.empty((len(self.ids), lane.a2a.hidden), dtype=x.dtype, device=x.device)
-        noted = None if waits is None else _noting(lane, "combine", waits)
-        y = step.combine(x, send_only=hook, weights=weights, out=out)
-        if hook:
-            step.then = noted
-        elif noted is not None:
-            noted()
-        return y, step
-
-    def elements(self) -> tuple[Any, ...]:
-        return (self.sources, self._layout_range, *self.shape)
-
-    def _layout_range(self) -> torch.Tensor:
-        """int64 [local experts, ranks]: where the rows of each rank begin; the low 32 bits are their number."""
-        d, ranks = self.dispatched(), self.ranks
-        experts, most = d.src_rank.shape
-        valid = torch.arange(most, device=d.counts.device) < d.counts.unsqueeze(1)
-        rank = torch.where(valid, d.src_rank, ranks).to(torch.int64)
-        counts = torch.zeros((experts, ranks + 1), dtype=torch.int64, device=rank.device)
-        counts = counts.scatter_add_(1, rank, torch.ones_like(rank))[:, :ranks]
-        return (counts.cumsum(1) - counts) << 32 | counts
-
-
-class NormalHandle(Handle):
-    def __init__(self, ids: torch.Tensor, experts: int, wanted: torch.Tensor, where: tuple[int, int, int]) -> None:
-        """experts: of the AllToAll: with top-k the layer's, else one for each rank. where: this rank, ranks and nodes."""
-        super().__init__(ids)
-        self.experts, self.wanted = experts, wanted
-        self.rank, self.ranks, self.nodes = where
-
-    def elements(self) -> tuple[Any, ...]:
-        if self.nodes == 1:
-            return self._matrix, None, None, self.sources, self.wanted, None
-        return self.wanted, None, None, None, None, None, self._prefix_sums, None, None, None
-
-    def _prefix_sums(self) -> torch.Tensor:
-        """Returns the ends of the rows of each source."""
-        d = self.dispatched()
-        assert d.num_rows is not None
-        return d.src_rank[: int(d.num_rows)].bincount(minlength=self.ranks).cumsum(0).to(torch.int32)
-
-    def _matrix(self) -> torch.Tensor:
-        """The column of this rank, and -1 in the others."""
-        ends = self._prefix_sums()
-        matrix = torch.full((self.ranks, self.ranks), -1, dtype=torch.int32, device=ends.device)
-        matrix[:, self.rank] = ends
-        return matrix
 
 
 class Buffer:
@@ -436,7 +269,7 @@ class Buffer:
         if async_finish:
             waits = combine_wait_recv_cost_stats
             call = functools.partial(handle.combine, lane, x, False, topk_weights, out, waits)
-            (y, _), event = self._run(call, None, True, x, topk_weights, out, waits, _rows_of(handle))
+            (y, _), event = self._run(call, None, True, x, ids, topk_weights, out, waits, handle.open_rows())
             return y, event, None
         y, step = handle.combine(lane, x, return_recv_hook, topk_weights, out, combine_wait_recv_cost_stats)
         return y, NO_EVENT, step.finish if return_recv_hook else None
@@ -455,14 +288,17 @@ class Buffer:
 
     def _low_latency_arguments(self, shape: tuple[int, int, int], top_k: int, x: torch.Tensor, wire: int) -> dict[str, Any]:
         (most, hidden, experts), device = shape, x.device
-        if experts % self.group_size:
-            raise Error(f"low_latency_dispatch: num_experts={experts} must be a multiple of the {self.group_size} ranks")
+        self._check_experts("low_latency_dispatch", experts)
         return {
             "num_experts": experts, "top_k": top_k, "hidden": hidden, "max_tokens_per_rank": most, "dtype": x.dtype,
             "wire": WIRES[wire], "layout": Padded(self.group_size * most), "scale_layout": "tma", "device": device,
             # CPU results are there before the receive half only with hooks.
             "hooks": device.type == "cpu",
         }  # fmt: skip
+
+    def _check_experts(self, call: str, experts: int) -> None:
+        if experts % self.group_size:
+            raise Error(f"{call}: num_experts={experts} must be a multiple of the {self.group_size} ranks")
 
     def low_latency_update_mask_buffer(self, rank_to_mask: int, mask: bool = False) -> None:
         if mask:
@@ -491,6 +327,7 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, torch.Tensor, EventOverlap]:
+        self._check_experts("get_dispatch_layout", num_experts)
         tokens, ranks, device = len(topk_idx), self.group_size, topk_idx.device
 
         def count() -> tuple[Any, ...]:
@@ -547,9 +384,12 @@ class Buffer:
         if is_token_in_rank is None or num_tokens_per_expert is None:
             raise Error("dispatch: give handle=, or is_token_in_rank and num_tokens_per_expert of get_dispatch_layout()")
         counts, experts = None, num_tokens_per_expert.shape[0]
-        if experts % self.group_size:
-            raise Error(f"dispatch: {experts} experts must be a multiple of the {self.group_size} ranks")
+        self._check_experts("dispatch", experts)
         if topk_idx is None:
+            # The layout is read here, on the current stream. Then the communication stream waits for that stream.
+            if previous_event is not None and previous_event.event is not None:
+                previous_event.event.current_stream_wait()
+            previous_event = None
             counts = self._sum_counts(num_tokens_per_expert)
             topk_idx, experts = _as_choices(is_token_in_rank), self.group_size
         where = self.rank, self.group_size, self._nodes
@@ -603,8 +443,8 @@ class Buffer:
         async_finish: bool = False,
         allocate_on_comm_stream: bool = False,
     ) -> tuple[torch.Tensor, torch.Tensor | None, EventOverlap]:
+        numbers = None if topk_weights is None else self._numbers(handle, topk_weights)  # first: it may close the handle's lane
         lane = handle.lane(x) or self._normal(handle, x, None, 0, config)
-        numbers = None if topk_weights is None else self._numbers(handle, topk_weights)
         biases = bias if isinstance(bias, tuple) else () if bias is None else (bias,)
 
         def call() -> tuple[Any, ...]:
@@ -623,7 +463,8 @@ class Buffer:
                 sums = Routes(handle.ids).open_step(numbers).combine(given, weighted=False)[:, :choices].contiguous()
             return y, sums, d.x
 
-        (y, sums, _), event = self._run(call, previous_event, async_finish, x, topk_weights, *biases, _rows_of(handle))
+        read = handle.ids, topk_weights, *biases, handle.open_rows()
+        (y, sums, _), event = self._run(call, previous_event, async_finish, x, *read)
         return y, sums, event
 
     internode_dispatch, internode_combine = dispatch, combine
@@ -634,11 +475,13 @@ class Buffer:
 
         def arguments() -> dict[str, Any]:
             most = self._room(max(tokens, -(-worst // self.group_size)))
-            given = (self.num_nvl_bytes + self.num_rdma_bytes) // IN_FLIGHT
+            given = (self.num_nvl_bytes + self.num_rdma_bytes) // IN_FLIGHT if _takes_pieces(x.device) else 0
             arguments: dict[str, Any] = {
                 "num_experts": experts, "top_k": top_k, "hidden": hidden, "dtype": dtype, "wire": wire, "layout": Compact(),
             }  # fmt: skip
-            least = AllToAll.required_bytes(world_size=self.group_size, max_tokens_per_rank=256, **arguments)
+            least = AllToAll.required_bytes(
+                world_size=self.group_size, max_tokens_per_rank=256, device=x.device.type, **arguments
+            )  # fmt: skip
             slot_bytes = max(given, least) if given else None
             return {**arguments, "max_tokens_per_rank": most, "slot_bytes": slot_bytes, "device": x.device}
 
@@ -678,10 +521,9 @@ def _one_of_both(call: str) -> Error:
     return Error(f"{call}: give async_finish=True or return_recv_hook=True, not both")
 
 
-def _rows_of(handle: Handle) -> torch.Tensor | None:
-    """The rows of its open step, whose memory a combine reads."""
-    step = handle.step
-    return None if step is None or step.d is None else step.d.x
+def _takes_pieces(device: torch.device) -> bool:
+    """See docs/limits.md, slot_bytes."""
+    return device.type == "cpu" or torch.cuda.get_device_capability(device)[0] in (9, 10)
 
 
 def _first(tensor: Any, count: int | None, fill: int = 0) -> Any:
@@ -698,16 +540,3 @@ def _as_choices(wanted: torch.Tensor) -> torch.Tensor:
         return torch.where(wanted, torch.arange(ranks, device=wanted.device), -1)
     given, ids = wanted.to(torch.int32).topk(MOST_CHOICES, dim=1)
     return ids.masked_fill_(given == 0, -1)
-
-
-def _packed_like(scale: torch.Tensor) -> torch.Tensor:
-    """Memory for those scales, four in an int32, column by column."""
-    experts, rows, scales = scale.shape
-    return torch.empty((experts, scales // 4, rows), dtype=torch.int32, device=scale.device).transpose(1, 2)
-
-
-def _pack(scale: torch.Tensor, packed: torch.Tensor) -> None:
-    """The exponents of powers of two."""
-    exponents = (scale.view(torch.int32) >> 23).unflatten(-1, (-1, 4))
-    shifts = torch.arange(0, 32, 8, dtype=torch.int32, device=scale.device)
-    torch.sum(exponents << shifts, -1, dtype=torch.int32, out=packed)

@@ -33,15 +33,17 @@ def close_all() -> None:
 
 
 def rows_by_expert(
-    group: Any, like: torch.Tensor, *, num_experts: int, top_k: int, most_tokens: int, precision: str, align: int
-) -> AllToAll:
+    group: Any, like: torch.Tensor, *, num_experts: int, top_k: int, most_tokens: int, precision: str, align: int,
+    max_rows: int | None = None,
+) -> AllToAll:  # fmt: skip
     """Returns the AllToAll that fits rows [tokens, hidden] like these. Collective at first use. most_tokens: the most that any rank
-    has; the same on each."""
+    has; the same on each. max_rows: see Ragged."""
     if precision not in WIRES:
         raise Error(f"precision={precision!r}: must be one of {', '.join(map(repr, WIRES))}")
     return shared_all_to_all(
         communicator(group), num_experts=num_experts, top_k=top_k, hidden=like.shape[-1], max_tokens_per_rank=most_tokens,
-        dtype=like.dtype, wire=WIRES[precision], layout=Ragged(align, zero_pad=True), device=like.device, in_flight=IN_FLIGHT,
+        dtype=like.dtype, wire=WIRES[precision], layout=Ragged(align, zero_pad=True, max_rows=max_rows), device=like.device,
+        in_flight=IN_FLIGHT,
     )  # fmt: skip
 
 

@@ -42,8 +42,9 @@ class Halves:
                 raise refuse("dispatch", f"scales of {x_scale.dtype}", "send float32")
             lane = self._lane(self._answers, Wire.FP8, x.device) if codes else self._lane(x.dtype, Wire.NATIVE, x.device)
             self._routes = Routes(_bounded(indices, bound_m))
-            self._routes.dispatch(lane, x, None, x_scale if codes else None, send_only=not do_recv)
-            self._scales = None if codes or x_scale is None else self._send_scales(x_scale, self._routes.ids)
+            wire_scale = _wire_scale(x, x_scale) if codes else None
+            self._routes.dispatch(lane, x, None, wire_scale, send_only=not do_recv)
+            self._scales = None if x_scale is None or x_scale is wire_scale else self._send_scales(x_scale, self._routes.ids)
         if do_recv:
             if self._routes is None or self._routes.step is None:
                 raise Error("dispatch: do_recv=True without do_send=True receives what an earlier call sent, and there is none")
@@ -90,6 +91,14 @@ class Halves:
             if self._returning is None:
                 raise Error("combine: do_recv=True without do_send=True receives what an earlier call sent, and there is none")
             self._returning.finish()
+
+
+def _wire_scale(x: torch.Tensor, x_scale: torch.Tensor | None) -> torch.Tensor:
+    """The scales that go with codes: ones where x_scale has others than the wire, and so travels by itself."""
+    shape = len(x), -(-x.shape[1] // Wire.FP8.scale_block)
+    if x_scale is not None and x_scale.shape == shape:
+        return x_scale
+    return torch.ones(shape, dtype=torch.float32, device=x.device)
 
 
 def _bounded(indices: torch.Tensor, bound_m: torch.Tensor | None) -> torch.Tensor:

@@ -29,16 +29,18 @@ class PplxCommTokenDispatcher(MoETokenDispatcher):
     """Tokens to experts and back, with gradients, by dispatch and combine. Experts apply the router's weights, as Megatron's do."""
 
     def __init__(
-        self, num_local_experts: int, config: Any, pg_collection: Any, *, max_tokens_per_rank: int, precision: str = "bf16"
-    ) -> None:
+        self, num_local_experts: int, config: Any, pg_collection: Any, *, max_tokens_per_rank: int, precision: str = "bf16",
+        max_rows: int | None = None,
+    ) -> None:  # fmt: skip
         """
         max_tokens_per_rank: the most that any rank has in one call: micro batch * sequence / (tensor * context parallel size).
         precision: how rows travel: "bf16", which is their own dtype; "fp8", e4m3 with a power of two per 1x128; "mxfp8", per 1x32.
+        max_rows: rows that a rank has room for, the same on each. None takes the worst case, if that is at most 1 GiB.
         """
         super().__init__(config=config, pg_collection=pg_collection)
         if config.moe_expert_capacity_factor is not None and config.moe_pad_expert_input_to_capacity:
             raise Error("pplx_comm drops no token and pads none: set moe_pad_expert_input_to_capacity=False")
-        self.max_tokens_per_rank, self.precision = max_tokens_per_rank, precision
+        self.max_tokens_per_rank, self.precision, self.max_rows = max_tokens_per_rank, precision, max_rows
         ranks = self.tp_size * self.ep_size
         self.placement = Placement(config.num_moe_experts, ranks, self.ep_group.rank() * self.tp_size + self.tp_rank, self.tp_size)
         assert len(self.placement.experts) == num_local_experts
@@ -66,7 +68,7 @@ class PplxCommTokenDispatcher(MoETokenDispatcher):
         """
         a2a = rows_by_expert(
             self.tp_ep_group, hidden_states, num_experts=self.placement.num_targets, top_k=self.top_k,
-            most_tokens=self.max_tokens_per_rank, precision=self.precision, align=self.align,
+            most_tokens=self.max_tokens_per_rank, precision=self.precision, align=self.align, max_rows=self.max_rows,
         )  # fmt: skip
         self.one = Exchange(a2a, weighted=False, together=not self.overlapped)
         self.probs_dtype = probs.dtype
@@ -102,7 +104,7 @@ class PplxCommTokenDispatcher(MoETokenDispatcher):
         raise Error("pplx_comm: set moe_shared_expert_overlap=False; a shared expert runs between preprocess and dispatch")
 
 
-def use(model: nn.Module, *, max_tokens_per_rank: int, precision: str = "bf16") -> int:
+def use(model: nn.Module, *, max_tokens_per_rank: int, precision: str = "bf16", max_rows: int | None = None) -> int:
     """Gives every MoELayer of the model this dispatcher. Returns how many there were. See PplxCommTokenDispatcher."""
     layers = [layer for layer in model.modules() if isinstance(layer, MoELayer)]
     for layer in layers:
@@ -111,8 +113,9 @@ def use(model: nn.Module, *, max_tokens_per_rank: int, precision: str = "bf16") 
         theirs = layer.token_dispatcher
         groups = _Groups(theirs.ep_group, theirs.tp_group, theirs.tp_ep_group)
         layer.token_dispatcher = PplxCommTokenDispatcher(
-            layer.num_local_experts, layer.config, groups, max_tokens_per_rank=max_tokens_per_rank, precision=precision
-        )
+            layer.num_local_experts, layer.config, groups, max_tokens_per_rank=max_tokens_per_rank, precision=precision,
+            max_rows=max_rows,
+        )  # fmt: skip
     return len(layers)
 
 

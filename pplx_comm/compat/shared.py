@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 from collections import OrderedDict, deque
 from collections.abc import Callable, Hashable
 from typing import Any
@@ -40,10 +41,12 @@ class Step:
     then: runs once, behind the receive half that comes next.
     """
 
-    __slots__ = ("_combining", "d", "lane", "then")
+    __slots__ = ("_combining", "captured", "d", "lane", "then")
 
     def __init__(self, lane: Lane, d: Dispatched) -> None:
         self.lane = lane
+        self.captured = lane.captured and lane.capturing()
+        """True if a CUDA graph has its dispatch."""
         self.d: Dispatched | None = d
         self.then: Callable[[], None] | None = None
         self._combining: Combining | None = None
@@ -75,6 +78,8 @@ class Step:
         accumulate: bool = False,
     ) -> torch.Tensor:
         """send_only: finish() is the receive half; `out` must be given."""
+        if self.lane.in_pieces:
+            self.lane.end_older(self)
         returned = expert_out, self.rows(), weights, weighted, None, out, accumulate
         made: Any = self.lane.a2a.calls.combine(_core.SEND if send_only else _core.BOTH, returned)
         if send_only:
@@ -99,6 +104,10 @@ class Step:
 
     def end(self) -> None:
         """Closes the step, with all that its caller has not done."""
+        if self.d is None:
+            return
+        if not self.captured and self.lane.capturing():
+            raise Error("a dispatch from before this CUDA graph's capture is still open: combine it before the capture")
         self.finish()
         if self.d is not None:
             self.receive()
@@ -117,6 +126,7 @@ class Lane:
         """True once a CUDA graph has a step: it keeps the memory."""
         self.steps: deque[Step] = deque()
         self._gpu = a2a.device.type == "cuda"
+        self.in_pieces: bool = a2a.calls.session.config.in_pieces
 
     def dispatch(
         self,
@@ -138,16 +148,26 @@ class Lane:
         self._make_room()
         return self._opened(self.a2a.open_for_combine(ids))
 
+    def capturing(self) -> bool:
+        """True while the current stream's calls go into a CUDA graph."""
+        return self._gpu and torch.cuda.is_current_stream_capturing()
+
     def _make_room(self) -> None:
-        if self._gpu and torch.cuda.is_current_stream_capturing():
+        if self.capturing():
             self.captured = True
         if len(self.steps) == IN_FLIGHT:
-            self.steps.popleft().end()
+            self.steps[0].end()
+            self.steps.popleft()
 
     def _opened(self, d: Dispatched) -> Step:
         step = Step(self, d)
         self.steps.append(step)
         return step
+
+    def end_older(self, step: Step) -> None:
+        """Blocks in pieces are combined in the order of their steps, so older steps end. Their handles open new ones."""
+        for older in itertools.takewhile(lambda one: one is not step, self.steps):
+            older.end()
 
     def set_num_sms(self, num_sms: int) -> None:
         if num_sms != self.num_sms:
@@ -155,6 +175,7 @@ class Lane:
             self.num_sms = num_sms
 
     def close(self) -> None:
+        """Ends its steps."""
         while self.steps:
             self.steps.popleft().end()
         self.closed = True
@@ -217,7 +238,8 @@ class Pool:
     def close(self) -> None:
         """Does not wait for peers."""
         for lane in self._lanes.values():
-            lane.a2a.close()
+            lane.steps.clear()
+            lane.close()
         self._lanes.clear()
         self._latest = None, None
         self.comm.close()
@@ -235,6 +257,7 @@ class Routes:
 
     def dispatch(self, lane: Lane, x: torch.Tensor, *sent: torch.Tensor | None, send_only: bool = False) -> Step:
         """sent: weights and scales."""
+        self._leave()
         self.step = lane.dispatch(x, self.ids, *sent, send_only=send_only)
         return self.step
 
@@ -242,5 +265,12 @@ class Routes:
         """The step to combine on. Where it is closed, a new one."""
         step = self.step
         if step is None or step.lane is not lane or not step.combinable:
+            self._leave()
             step = self.step = lane.open_for_combine(self.ids)
         return step
+
+    def _leave(self) -> None:
+        """Ends the step that another one replaces, since no handle has it then. A reset or a close has ended those before it."""
+        step = self.step
+        if step is not None and step.combinable and step in step.lane.steps:
+            step.end()

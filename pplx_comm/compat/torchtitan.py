@@ -7,7 +7,7 @@ and its training loop takes it in the place of `AllToAllTokenDispatcher`. With a
     OverrideConfig(imports=[("pplx_comm.compat.torchtitan.pplx_comm_override", {"precision": "fp8"})])
 
 No token is dropped, and with CUDA the host waits for nothing: rows have room for `max_rows`, or for the worst case, and an expert's
-    segment is padded with zeros to a multiple of `align`, which its count includes.
+segment is padded with zeros to a multiple of `align`, which its count includes.
 """
 
 from __future__ import annotations
@@ -35,15 +35,17 @@ class PplxCommTokenDispatcher(BaseEPTokenDispatcher):
         align: an expert's rows begin at multiples of this. 16 suits torch._grouped_mm in bfloat16; torchao's FP8 wants 16 or 32.
         num_max_tokens_per_rank: in one call. None follows the calls, by powers of two: torchtitan pads sequences, so ranks have the
             same number.
+        max_rows: rows that a rank has room for. None takes the worst case, if that is at most 1 GiB.
         """
 
         precision: str = "bf16"
         align: int = 16
         num_max_tokens_per_rank: int | None = None
+        max_rows: int | None = None
 
     def __init__(self, config: Config) -> None:
         super().__init__(config)
-        self.precision, self.align = config.precision, config.align
+        self.precision, self.align, self.max_rows = config.precision, config.align, config.max_rows
         self.most_tokens = config.num_max_tokens_per_rank or 0
 
     @torch.compiler.disable
@@ -78,15 +80,17 @@ class PplxCommTokenDispatcher(BaseEPTokenDispatcher):
             self.most_tokens = 1 << max(len(x) - 1, 0).bit_length()
         return rows_by_expert(
             self.ep_mesh.get_group(), x, num_experts=self.num_experts, top_k=self.top_k, most_tokens=self.most_tokens,
-            precision=self.precision, align=self.align,
+            precision=self.precision, align=self.align, max_rows=self.max_rows,
         )  # fmt: skip
 
 
 @override(target=AllToAllTokenDispatcher.Config, description="Dispatch and combine by pplx_comm.")
 def pplx_comm_override(
-    cfg: AllToAllTokenDispatcher.Config, *, precision: str = "bf16", align: int = 16, num_max_tokens_per_rank: int | None = None
-) -> PplxCommTokenDispatcher.Config:
+    cfg: AllToAllTokenDispatcher.Config, *, precision: str = "bf16", align: int = 16, num_max_tokens_per_rank: int | None = None,
+    max_rows: int | None = None,
+) -> PplxCommTokenDispatcher.Config:  # fmt: skip
     """See PplxCommTokenDispatcher.Config."""
     return derive(
-        cfg, PplxCommTokenDispatcher.Config, precision=precision, align=align, num_max_tokens_per_rank=num_max_tokens_per_rank
-    )
+        cfg, PplxCommTokenDispatcher.Config, precision=precision, align=align, num_max_tokens_per_rank=num_max_tokens_per_rank,
+        max_rows=max_rows,
+    )  # fmt: skip

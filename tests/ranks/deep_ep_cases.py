@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+import os
 from typing import Any
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -312,6 +314,101 @@ def lanes(b: Buffer) -> list[Any]:
     return list(b._pool._lanes.values())
 
 
+def sent(me: Any, b: Buffer, world: World) -> tuple[Any, ...]:
+    """Dispatches in normal mode."""
+    x, ids, weights = world.x[me.rank], world.ids[me.rank], world.weights[me.rank]
+    per_rank, per_node, per_expert, wanted, _ = b.get_dispatch_layout(ids, world.experts)
+    return b.dispatch(x, None, per_rank, per_node, wanted, per_expert, ids, weights)
+
+
+def returned(me: Any, b: Buffer, world: World, rows: torch.Tensor, handle: Any, weights: torch.Tensor | None = None) -> None:
+    """Combines the rows as they came, and their weights."""
+    y, sums, _ = b.combine(rows, handle, topk_weights=weights)
+    assert close(y, world.x[me.rank].float() * world.wanted(me.rank).sum(1, keepdim=True))
+    assert weights is None or torch.equal(sums, world.weights[me.rank].masked_fill(world.ids[me.rank] < 0, 0.0))
+
+
+class Arrives:
+    """An event behind which the layout is there."""
+
+    def __init__(self, *written: tuple[torch.Tensor, torch.Tensor]) -> None:
+        self.written = written
+
+    def current_stream_wait(self) -> None:
+        for tensor, value in self.written:
+            tensor.copy_(value)
+
+
+def layout_behind_an_event(me: Any, seed: int, layer: Layer, tokens: list[int], asynchronous: bool) -> None:
+    """Without top-k dispatch reads the layout on the host, once previous_event is over."""
+    world, b = World(seed, me.world_size, tokens, **layer), buffer(me)
+    x = world.x[me.rank]
+    _, _, per_expert, wanted, _ = b.get_dispatch_layout(world.ids[me.rank], world.experts)
+    given = torch.zeros_like(wanted), torch.zeros_like(per_expert)
+    event: Any = Arrives((given[0], wanted), (given[1], per_expert))
+    rows, _, _, numbers, handle, _ = b.dispatch(
+        x, is_token_in_rank=given[0], num_tokens_per_expert=given[1], previous_event=EventOverlap(event), async_finish=asynchronous
+    )
+    mine = range(me.rank * world.local, (me.rank + 1) * world.local)
+    assert numbers == [sum(int((ids == e).sum()) for ids in world.ids) for e in mine]
+    assert len(rows) == sum(int(world.wanted(rank)[:, me.rank].sum()) for rank in range(me.world_size))
+    returned(me, b, world, rows, handle)
+
+
+def in_pieces(me: Any, seed: int, layer: Layer, tokens: list[int]) -> None:
+    """Two dispatches whose blocks go in pieces, the second one combined first. Then rows that are routed once more before the combine."""
+    with mock.patch.dict(os.environ, PPLX_COMM_COMPAT_MAX_TOKENS="1024"):
+        b = buffer(me, fresh=True, num_nvl_bytes=2)
+    worlds = [World(seed + n, me.world_size, tokens, **layer) for n in range(2)]
+    opened = [sent(me, b, world) for world in worlds]
+    assert all(lane.a2a.calls.session.config.in_pieces for lane in lanes(b))
+    for n in (1, 0):
+        returned(me, b, worlds[n], opened[n][0], opened[n][4])
+    rows, *_, handle, _ = sent(me, b, worlds[0])
+    again = b.dispatch(worlds[0].x[me.rank], handle=handle)[0]
+    assert torch.equal(again, rows)
+    returned(me, b, worlds[0], again, handle)
+    assert sum(lane.a2a.stats()["open_steps"] for lane in lanes(b)) == 0
+    b.destroy()
+
+
+def closed_lanes(me: Any, seed: int, layer: Layer, tokens: list[int]) -> None:
+    """Combines on handles whose AllToAll makes room for that of the weights, and whose buffer is gone."""
+    b = buffer(me, fresh=True)
+    world = World(seed, me.world_size, tokens, **layer)
+    rows, _, weights, _, handle, _ = sent(me, b, world)
+    for n in range(1, 8):
+        b.low_latency_dispatch(
+            torch.ones(1, 64 * n, dtype=torch.bfloat16), torch.zeros(1, 1, dtype=torch.int64), 1, 8, use_fp8=False
+        )
+    assert len(lanes(b)) == 8 and not handle.step.lane.closed
+    returned(me, b, world, rows, handle, weights)
+    rows, *_, handle, _ = sent(me, b, world)
+    dist.barrier()
+    b.destroy()
+    other = buffer(me, fresh=True)
+    returned(me, other, world, rows, handle)
+    other.destroy()
+
+
+def captured(me: Any) -> str:
+    """Returns what a dispatch in a capture says while two from before it are open. torch is made to see a capture."""
+    b = buffer(me, fresh=True)
+    x, ids = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 1], [2, -1]])
+    call = lambda: b.low_latency_dispatch(x, ids, 2, 8, use_fp8=False)  # noqa: E731
+    for _ in range(2):
+        call()
+    (lane,) = lanes(b)
+    lane._gpu = True
+    with mock.patch("torch.cuda.is_current_stream_capturing", return_value=True):
+        told = raised(call)["message"]
+    lane._gpu = False
+    call()  # the refusal took no step
+    dist.barrier()
+    b.destroy()
+    return told
+
+
 # ---- shapes, refusals, deaths ------------------------------------------------------------------------------------------------
 
 
@@ -391,6 +488,8 @@ def refusals(me: Any) -> dict[str, str]:
         "nvfp4": lambda: ll(use_nvfp4=True),
         "ue8m0 alone": lambda: ll(use_ue8m0=True),
         "packed": lambda: ll(round_scale=True, use_ue8m0=True),
+        "uneven layout": lambda: b.get_dispatch_layout(ids, 9),
+        "few experts": lambda: b.get_dispatch_layout(ids, me.world_size - 1),
         "async and hook": lambda: ll(async_finish=True, return_recv_hook=True),
         "uneven": lambda: b.low_latency_dispatch(x, ids, 2, 9),
         "logfmt": lambda: combine(use_logfmt=True),

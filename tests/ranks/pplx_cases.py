@@ -13,7 +13,7 @@ from pplx_comm.compat.pplx_garden import P2PAllToAll
 from pplx_comm.compat.pplx_kernels import AllToAll, nvshmem_init
 
 BLOCK = 128
-"""Elements with a scale, of rows of codes. Other rows have scales where a case has a "block"."""
+"""Elements with a scale, of rows of codes. Other rows have scales where a case has a "block". 0: no rows have any."""
 
 
 class World:
@@ -25,7 +25,7 @@ class World:
         self.hidden, self.experts, self.top_k, self.most = case["hidden"], case["experts"], case["top_k"], case["most"]
         self.local, dtype = self.experts // me.world_size, getattr(torch, case["in"])
         self.block = case.get("block", BLOCK)
-        self.scales = -(-self.hidden // self.block) if dtype.itemsize == 1 or "block" in case else 0
+        self.scales = -(-self.hidden // self.block) if self.block and (dtype.itemsize == 1 or "block" in case) else 0
         self.used = [int(torch.randint(self.most + 1, (), generator=g)) for _ in range(self.groups)]
         self.x, self.scale, self.ids, self.weights = [], [], [], []
         for _ in range(self.groups):
@@ -81,6 +81,11 @@ def _same(out: torch.Tensor, wanted: torch.Tensor, case: dict[str, Any]) -> None
     torch.testing.assert_close(out.float(), wanted, rtol=2**-6 if coarse else 2**-9, atol=0.2 if coarse else 0.02)
 
 
+def _ended(halves: Any) -> None:
+    """No step is open."""
+    assert not any(lane.a2a.stats()["open_steps"] for lane in halves._pool._lanes.values())
+
+
 def kernels(me: Any, seed: int, case: dict[str, Any], same: int, across: bool, halves: bool) -> None:
     """Two steps of pplx_kernels; its batches of experts, with a bound that is on the device."""
     nvshmem_init(global_rank=me.rank, local_rank=me.rank, world_size=me.world_size, device=None)
@@ -115,6 +120,7 @@ def kernels(me: Any, seed: int, case: dict[str, Any], same: int, across: bool, h
         out = torch.full((world.most, world.hidden), torch.nan, dtype=dtype)
         _halves(ata.combine, halves, out_tokens=out, indices=ids, weights=weights, expert_y=y, bound_m=bound)
         _same(out[: world.used[world.mine]], world.combined(), case)
+        _ended(ata)
     ata.destroy()
 
 
@@ -160,6 +166,7 @@ def garden(me: Any, seed: int, case: dict[str, Any], same: int, padding: int, ha
         out = torch.full((world.most, world.hidden), 2.0 if accumulate else torch.nan, dtype=out_dtype)
         _halves(p2p.combine, halves, out_tokens=out, indices=ids, weights=weights, expert_y=y, bound_m=bound, accumulate=accumulate)
         _same(out[: world.used[world.mine]], world.combined() + 2.0 * accumulate, case)
+        _ended(p2p)
     p2p.destroy()
 
 

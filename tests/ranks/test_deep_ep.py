@@ -5,10 +5,15 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 from gloo import GlooCrews
 from harness import Crew, Crews, seed
+
+from pplx_comm import AllToAll, Compact
+from pplx_comm.compat.deep_ep import Config
+from pplx_comm.compat.shared import IN_FLIGHT
 
 LAYER = {"hidden": 1024, "experts": 8, "top_k": 3}
 TOKENS = [5, 0, 9, 3]
@@ -59,6 +64,36 @@ def test_backward_passes(crew: Crews) -> None:
     crew.run("deep_ep_cases:backward", seed(), LAYER, TOKENS)
 
 
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_layout_behind_an_event(crew: Crews, asynchronous: bool) -> None:
+    crew.run("deep_ep_cases:layout_behind_an_event", seed(), LAYER, TOKENS, asynchronous)
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("top_k", [1, 8, 16])
+@pytest.mark.parametrize("hidden", [64, 2048, 7168])
+def test_blocks_of_the_size_hint_are_whole(hidden: int, top_k: int, device: str) -> None:
+    """A set of slots is as large with the bytes that a Buffer of that size gives as without a limit."""
+    given = Config().get_nvl_buffer_size_hint(2 * hidden, 8) // IN_FLIGHT
+    shape: dict[str, Any] = {
+        "world_size": 8, "num_experts": 256, "top_k": top_k, "hidden": hidden, "max_tokens_per_rank": 4096, "layout": Compact(),
+        "device": device,
+    }  # fmt: skip
+    assert AllToAll.required_bytes(**shape, slot_bytes=given) == AllToAll.required_bytes(**shape)
+
+
+def test_blocks_in_pieces(crew: Crews) -> None:
+    crew.run("deep_ep_cases:in_pieces", seed(), LAYER, TOKENS)
+
+
+def test_closed_all_to_alls(crew: Crews) -> None:
+    crew.run("deep_ep_cases:closed_lanes", seed(), LAYER, TOKENS)
+
+
+def test_a_capture_closes_no_dispatch_from_before(crew: Crews) -> None:
+    assert all("before this CUDA graph's capture" in told for told in crew.run("deep_ep_cases:captured"))
+
+
 def test_more_shapes_than_a_communicator_has_all_to_alls(crew: Crews) -> None:
     assert crew.run("deep_ep_cases:many_shapes", seed()) == [(8, True)] * 4
 
@@ -78,6 +113,8 @@ REFUSALS = {
     "nvfp4": r"use_nvfp4=: use use_fp8=True",
     "ue8m0 alone": "needs use_fp8=True and round_scale=True",
     "packed": "multiple of 512",
+    "uneven layout": "get_dispatch_layout: num_experts=9 must be a multiple of the 4 ranks",
+    "few experts": "get_dispatch_layout: num_experts=3 must be a multiple of the 4 ranks",
     "async and hook": "not both",
     "uneven": "num_experts=9 must be a multiple of the 4 ranks",
     "logfmt": "use_logfmt=True: leave it out",

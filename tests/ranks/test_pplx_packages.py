@@ -32,6 +32,7 @@ def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crews]:
     [
         ("bfloat16/32", 1, False, False), ("bfloat16:float16", 2, False, True), ("float16", 2, True, False),
         ("float8_e4m3fn:bfloat16", 2, False, False), ("float8_e4m3fn:float16", 1, True, True),
+        ("float8_e4m3fn/512:bfloat16", 1, False, True), ("float8_e4m3fn/0:bfloat16", 1, False, False),
     ],
 )  # fmt: skip
 def test_pplx_kernels(crew: Crews, kind: str, same: int, across: bool, halves: bool) -> None:
@@ -42,7 +43,7 @@ def test_pplx_kernels(crew: Crews, kind: str, same: int, across: bool, halves: b
     ("kind", "same", "padding", "halves", "accumulate"),
     [
         ("float32", 1, 1, False, True), ("bfloat16/8", 2, 16, True, False), ("float8_e4m3fn:bfloat16", 1, 3, True, True),
-        ("float8_e4m3fn:float32", 2, 16, False, False),
+        ("float8_e4m3fn:float32", 2, 16, False, False), ("float8_e4m3fn/32:bfloat16", 1, 16, True, False),
     ],
 )  # fmt: skip
 def test_pplx_garden(crew: Crews, kind: str, same: int, padding: int, halves: bool, accumulate: bool) -> None:

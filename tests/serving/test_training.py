@@ -16,9 +16,11 @@ LAYER = {"seed": SEED, "hidden": 128, "inner": 64, "experts": 8, "top_k": 2, "to
 FP8 = {"precision": "fp8", "steps": 1}
 CASES: dict[str, dict[str, Any]] = {
     "torchtitan": {"library": "torchtitan"},
+    "torchtitan, max_rows": {"library": "torchtitan", "max_rows": 256},
     "torchtitan, fp8": {"library": "torchtitan", **FP8},
     "torchtitan, mxfp8": {"library": "torchtitan", **FP8, "precision": "mxfp8"},
     "megatron": {"library": "megatron", "expert_tp": 1},
+    "megatron, max_rows": {"library": "megatron", "expert_tp": 1, "max_rows": 256},
     "megatron, fp8": {"library": "megatron", "expert_tp": 1, **FP8},
     "megatron, expert tp": {"library": "megatron", "expert_tp": 2},
     "megatron's names": {"library": "megatron_names"},

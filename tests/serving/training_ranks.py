@@ -98,7 +98,8 @@ def torchtitan_layer(case: dict[str, Any]) -> dict[str, float]:
                 parameter.copy_(torch.randn(parameter.shape, generator=g) / parameter.shape[-1] ** 0.5)
         return layer
 
-    layer, alone = build([("pplx_comm.compat.torchtitan.pplx_comm_override", {"precision": case["precision"]})]), build([])
+    given = {"precision": case["precision"], "max_rows": case.get("max_rows")}
+    layer, alone = build([("pplx_comm.compat.torchtitan.pplx_comm_override", given)]), build([])
     mesh = init_device_mesh("cpu", (WORLD,), mesh_dim_names=("ep",))
     ours, theirs = layer.routed_experts, alone.routed_experts
     assert type(ours.token_dispatcher).__name__ == "PplxCommTokenDispatcher"
@@ -203,7 +204,8 @@ def megatron_layer(case: dict[str, Any]) -> dict[str, float]:
     from pplx_comm.compat import megatron
 
     layer, alone, split, _ = megatron_layers(case)
-    assert megatron.use(layer, max_tokens_per_rank=case["tokens"], precision=case["precision"]) == 1
+    given = {"precision": case["precision"], "max_rows": case.get("max_rows")}
+    assert megatron.use(layer, max_tokens_per_rank=case["tokens"], **given) == 1
     return trained(layer, alone, case, [(layer.router.weight, alone.router.weight)], split)
 
 
