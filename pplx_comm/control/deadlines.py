@@ -71,6 +71,7 @@ CLOSE_ABORTED = _CPP["CLOSE_ABORTED"]
 
 # close() of a Communicator, in this order. AllToAlls that are open are closed first.
 
+CLOSE_TIMELINE = Deadline(0.05, "for rank 0's clock, and again for the timeline's file, where PPLX_COMM_TRACE asks for one")
 CLOSE_PROXIES = Deadline(0.6, "for its proxy threads to end; one that hangs in its provider is left behind")
 FLUSH_SECONDS = Deadline(0.8, "for every peer's socket to take the goodbye")
 LINGER_SECONDS = Deadline(0.25, "for peers reached by TCP to close their end, too, so that no reset overtakes the goodbye")
