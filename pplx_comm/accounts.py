@@ -98,7 +98,7 @@ class Rank:
 def stacks(account: Account) -> list[tuple[str, list[str]]]:
     """Python's threads and their frames, the innermost first."""
     found = _THREAD.findall(account["stacks"])
-    return [(thread, [line.strip() for line in frames.splitlines()]) for thread, frames in found]
+    return [(thread, [line.strip()[:1000] for line in frames.splitlines()]) for thread, frames in found]
 
 
 def jobs(accounts: Iterable[Account]) -> dict[str, dict[int, Rank]]:

@@ -5,13 +5,17 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import time
 from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 
 from pplx_comm import accounts, desks
 from pplx_comm.accounts import Rank
 from pplx_comm.desks import Answer
 from pplx_comm.errors import Error
 
+MOST_RANKS = 1 << 17
+"""The most ranks of all jobs in one answer: each gets a line."""
 HELP = "what each rank does and waits for, while a job hangs"
 DESCRIPTION = """\
 Asks the processes of this host that have a Communicator, your own ones and for root all, and by their connections the ranks on
@@ -20,15 +24,30 @@ ends.
 """
 
 
-def ask_elsewhere(job: str, ranks: dict[int, Rank], found: Iterable[Answer]) -> None:
+def ask_elsewhere(job: str, ranks: dict[int, Rank], found: Iterable[Answer], until: float | None = None) -> None:
     """Adds the ranks on other hosts, by the first process of the job that asks them."""
     for one in found:
         if job not in desks.jobs_of(one.value):
             continue
-        answer = desks.ask(one.desk, "job account")
+        answer = desks.ask(one.desk, "job account", until=until)
         if answer is not None and isinstance(answer.value, list):  # else its Python is held up, and it told of itself
-            ranks.update({rank: of for rank, of in accounts.jobs(answer.value).get(job, {}).items() if rank not in ranks})
-            return
+            others = desks.understood(answer, lambda of: _jobs(of.value))
+            if others is not None:
+                ranks.update({rank: of for rank, of in others.get(job, {}).items() if rank not in ranks})
+                return
+
+
+def _jobs(told: list[accounts.Account]) -> dict[str, dict[int, Rank]]:
+    """The ranks of each job in an answer. Raises where one of them cannot be shown."""
+    found = accounts.jobs(told)
+    for job, ranks in found.items():
+        for number, rank in ranks.items():
+            if not (isinstance(job, str) and all(0 <= each < rank.world_size <= MOST_RANKS for each in (number, *rank.waits_for))):
+                raise ValueError(f"rank {number} of {rank.world_size}")
+            "\n".join([*accounts.table(ranks, [number]), *rank.doing(), *details(rank)])
+    if sum(_world_size(ranks) for ranks in found.values()) > MOST_RANKS:
+        raise ValueError(f"more than {MOST_RANKS} ranks")
+    return found
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,7 +68,8 @@ def main(given: argparse.Namespace) -> int:
 
 
 def _show(given: argparse.Namespace) -> int:
-    found = desks.ask_all("account", given.pid, given.job)
+    told = desks.ask_all("account", given.pid, given.job)
+    found = [one for one in told if desks.understood(one, lambda of: _jobs([of.value])) is not None]
     if not found and given.job is not None:
         there = sorted({job for one in desks.ask_all("facts") for job in desks.jobs_of(one.value)})
         raise Error(f"no job {given.job} has a process on this host; there are {', '.join(there) or 'none'}")
@@ -57,9 +77,10 @@ def _show(given: argparse.Namespace) -> int:
         asked = "no process of this host tells" if given.pid is None else f"process {given.pid} does not tell"
         raise Error(f"{asked} this user anything: a job's processes do while they have a Communicator")
     of_jobs = {job: ranks for job, ranks in accounts.jobs(one.value for one in found).items() if job.startswith(given.job or "")}
-    for job, ranks in of_jobs.items():
-        if given.pid is None and len(ranks) < _world_size(ranks):
-            ask_elsewhere(job, ranks, found)
+    partly = [] if given.pid is not None else [job for job, ranks in of_jobs.items() if len(ranks) < _world_size(ranks)]
+    with ThreadPoolExecutor(max(1, len(partly))) as pool:  # a job that stalls takes no other one's time
+        until = time.monotonic() + desks.PATIENCE
+        list(pool.map(lambda job: ask_elsewhere(job, of_jobs[job], found, until), partly))
     if given.json:
         said = {rank.where: rank.account for ranks in of_jobs.values() for rank in ranks.values()}
         sys.stdout.writelines(json.dumps(account) + "\n" for account in said.values())
@@ -74,7 +95,7 @@ def _show(given: argparse.Namespace) -> int:
         print()
     if given.frames:
         for one in desks.ask_all("frames", given.pid, given.job):
-            print("\n".join(_frames(one)))
+            print("\n".join(desks.understood(one, lambda of: list(_frames(of))) or []))
     return 0
 
 

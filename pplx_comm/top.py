@@ -9,7 +9,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pplx_comm import desks, metrics
 from pplx_comm.errors import Error
@@ -33,6 +32,9 @@ ALONE = 1.5
 """A rank waits this many times as long as the others for a rank that is behind it: the link between them is slow in both ways."""
 LEAST_ROWS = 16
 """The mean of an object's experts from which one may be hot."""
+
+MOST = 1e30
+"""No counter is more: sums of them stay finite."""
 
 SILENT = 120.0
 """Seconds in which not all ranks have written, after which it is an error."""
@@ -133,19 +135,29 @@ def read_processes(job: str | None) -> Jobs:
     """Those of this host, then by one of each job what others it reaches."""
     jobs: Jobs = {}
 
-    def add(told: Any) -> bool:
+    def add(answer: desks.Answer) -> bool:
         """True if it is no rank of a job of which others are missing."""
-        for stats in told if isinstance(told, list) else []:  # else its Python is held up
-            reading = parse(metrics.text(metrics.families(stats)), time.time())
+        for reading in desks.understood(answer, _readings) or []:
             jobs.setdefault(reading.job, {}).setdefault(reading.rank, reading)
         return all(max(of.world_size for of in ranks.values()) == len(ranks) for ranks in jobs.values())
 
     found = desks.ask_all("stats", job=job)
     if not found:
         raise Error(f"no process of {'this host' if job is None else f'job {job} on this host'} tells this user anything")
-    if not all([add(one.value) for one in found]):
-        any(add(answer.value) for one in found if (answer := desks.ask(one.desk, "job stats")) is not None)
+    if not all([add(one) for one in found]):
+        until = time.monotonic() + desks.PATIENCE
+        any(add(answer) for one in found if (answer := desks.ask(one.desk, "job stats", until=until)) is not None)
     return jobs
+
+
+def _readings(of: desks.Answer) -> list[Reading]:
+    found = []
+    for stats in of.value if isinstance(of.value, list) else []:  # else its Python is held up
+        told = metrics.families(stats)
+        if not all(0 <= value < MOST for family in told for _, _, value in family.samples):
+            raise ValueError("a counter is no count")
+        found.append(parse(metrics.text(told), time.time()))
+    return found
 
 
 def between(before: Reading, after: Reading) -> Rank:

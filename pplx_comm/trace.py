@@ -5,7 +5,7 @@
     pplx_comm.trace.write(comm, "job.pftrace")
 
 PPLX_COMM_TRACE=FILE does both without a change to the program, when a Communicator begins and closes. Ranks of one host append to
-one file; files of several hosts are joined by `cat`.
+one file; files of several hosts are joined by `cat`. A rank that cannot have the file at once writes one of its own beside it.
 
 A rank has a track for each of its threads, with the phases of a step (on a GPU their launches) and the products of MoE layers; on
 a GPU one for each set of an AllToAll, with its kernels, but not those of graphs from before start(); one for each NIC, with the
@@ -31,7 +31,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple, ParamSpec, Protocol, TypeVar
+from typing import IO, Any, ClassVar, NamedTuple, ParamSpec, Protocol, TypeVar
 
 import numpy as np
 
@@ -91,11 +91,14 @@ class _Calls:
     """Those that note spans."""
     on_gpus: ClassVar[weakref.WeakSet[Kernels]] = weakref.WeakSet()
     found: ClassVar[deque[_Call]] = deque(maxlen=SPANS)
+    begun = 0.0
+    """The time of start(), as files have it."""
 
 
 def start() -> None:
     """This process notes what it does from now on: a step costs a microsecond more."""
     _Calls.found.clear()
+    _Calls.begun = time.time() - 0.01  # the kernel's time of a file is that of its latest tick
     load_stages()
     _Calls.modules.clear()
     _start_modules()
@@ -136,21 +139,34 @@ def stop() -> None:
 
 
 def write(comm: Traced, path: str | os.PathLike[str]) -> float:
-    """Appends what this rank has noted to the file, which is begun anew if it is of another job. Not collective: but rank 0's
-    Communicator must be open. Returns the error of this rank's clock, in seconds, at most half of the quickest answer's way."""
-    packets = _Packets(comm, _clock(comm.control) or _UNKNOWN)
-    _put(packets, comm, path)
+    """Appends what this rank has noted to the job's file. Not collective, but rank 0's Communicator must be open.
+
+    A timeline that another job wrote before start() is replaced. Other files and links are left alone: an Error. The timeline goes
+    to FILE.JOB.RANK if another process holds the file for 3 s, or another job has written it since start().
+
+    Returns the error of this rank's clock, in seconds, at most half of the quickest answer's way.
+    """
+    packets = _Packets(comm, _clock(comm.control, deadlines.ASKED_JOB) or _UNKNOWN)
+    _put(packets, comm, Path(path), deadlines.ASKED_JOB)
     return packets.error
 
 
-def _put(packets: _Packets, comm: Traced, path: str | os.PathLike[str]) -> None:
+def _put(packets: _Packets, comm: Traced, path: Path, seconds: float) -> Path:
+    """Returns the file that has them."""
     for one in list(_Calls.on_gpus):
         one.tell_kernels()
     for module in _modules():
         packets.add_spans(np.frombuffer(module.read_trace(), _SPAN), module)
     packets.add_calls(list(_Calls.found))
+    job, joined = comm.control.job, packets.joined()
+    own = Path(f"{path}.{job}.{comm.rank}")
     try:
-        _append(Path(path), comm.control.job, packets.joined())
+        if _append(path, job, joined, seconds):
+            return path
+        log.warning("another process holds %s, or it has another job's timeline (%%j names it): this rank's is in %s", path, own)
+        if not _append(own, job, joined, 0):
+            raise Error(f"another process holds {own}: the timeline of rank {comm.rank} is not written")
+        return own
     except OSError as problem:
         raise Error(f"the timeline cannot be written to {path}: {problem.strerror}") from None
 
@@ -161,21 +177,23 @@ def watch(comm: Traced) -> Callable[[], None]:
     path = read(Watching).trace
     if path is None:
         return lambda: None
-    start()
-    weak, named = weakref.ref(comm), path.replace("%j", comm.control.job).replace("%h", socket.gethostname())
-    at_start: list[_Clock] = []  # rank 0 may have closed when this rank does
+    if not _Calls.on:  # else the spans of an earlier Communicator go
+        start()
+    weak, named = weakref.ref(comm), Path(path.replace("%j", comm.control.job).replace("%h", socket.gethostname()))
+    at_start: list[_Clock] = []  # rank 0 may have closed when this rank does, or be stopped
     threading.Thread(target=_ask_early, args=(comm.control, at_start), name="pplx_comm clock", daemon=True).start()
 
     def end() -> None:
         if (mine := weak()) is None:
             return
-        packets = _Packets(mine, _clock(mine.control) or (at_start[0] if at_start else _UNKNOWN))
+        clock = _clock(mine.control, deadlines.CLOSE_TIMELINE) or (at_start[0] if at_start else _UNKNOWN)
+        packets = _Packets(mine, clock)
         try:
-            _put(packets, mine, named)
+            file = _put(packets, mine, named, deadlines.TIMELINE_FILE)
         except Error as problem:
             log.warning("PPLX_COMM_TRACE: %s", problem)
         else:
-            log.info("the timeline of rank %d is in %s; its clock is right within %.0f us", mine.rank, named, packets.error * 1e6)
+            log.info("the timeline of rank %d is in %s; its clock is right within %.0f us", mine.rank, file, packets.error * 1e6)
 
     return end
 
@@ -229,15 +247,16 @@ class _Clock(NamedTuple):
 _UNKNOWN = _Clock(0, float("inf"))
 
 
-def _clock(control: ControlPlane) -> _Clock | None:
-    """None: rank 0 does not tell. Processes of a host have one clock."""
+def _clock(control: ControlPlane, seconds: float) -> _Clock | None:
+    """None: rank 0 does not tell within `seconds`. Processes of a host have one clock."""
     if control.rank == 0:
         return _Clock(0, 0.0)
     quickest, offset = 1 << 62, 0
+    until = time.monotonic() + seconds
     for _ in range(_PROBES):
         asked = time.monotonic_ns()
         with contextlib.suppress(Error):  # this rank is closing
-            answer = control.ask([0], "clock", deadlines.ASKED_JOB).get(0)
+            answer = control.ask([0], "clock", max(until - time.monotonic(), 0)).get(0)
             took = time.monotonic_ns() - asked
             if answer is None:
                 break
@@ -251,7 +270,7 @@ def _clock(control: ControlPlane) -> _Clock | None:
 def _ask_early(control: ControlPlane, found: list[_Clock]) -> None:
     """Rank 0 may not be there yet."""
     for _ in range(_PROBES):
-        clock = _clock(control)
+        clock = _clock(control, deadlines.ASKED_JOB)
         if clock is not None:
             found.append(clock)
             return
@@ -325,12 +344,44 @@ class _Packets:
         self._found.append(((ns, *order), perfetto.event(self._writer, number, ns, kind, name, flow, said)))
 
 
-def _append(path: Path, job: str, packets: bytes) -> None:
+def _append(path: Path, job: str, packets: bytes, seconds: float) -> bool:
+    """Appends to the job's file, which has its head once more behind each rank's packets: what follows the last one is torn.
+    False: another process holds the file for `seconds`, or another job has written it since start()."""
     head = perfetto.process(1 << 20, 1 << 60, 0, f"job {job}")
-    with path.open("a+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)  # until the file is closed
-        file.seek(0)
-        if file.read(len(head)) != head:
-            file.truncate(0)
-            file.write(head)
-        file.write(packets)
+    of_any_job = len(head.partition(job.encode())[0])
+    with open(path, "a+b", buffering=0, opener=lambda name, flags: os.open(name, flags | os.O_NOFOLLOW, 0o666)) as file:
+        if not _locked(file, seconds):  # until it is closed
+            return False
+        begin, whole = os.pread(file.fileno(), len(head), 0), 0
+        if begin == head:
+            whole = file.seek(0, os.SEEK_END)
+            if os.pread(file.fileno(), len(head), whole - len(head)) != head:  # a rank was killed while it wrote
+                file.seek(0)
+                whole = file.readall().rfind(head) + len(head)
+        elif begin and begin[:of_any_job] != head[:of_any_job]:
+            raise Error(f"{path} has something else than a timeline, and is left as it is: give another name")
+        elif begin and os.fstat(file.fileno()).st_mtime >= _Calls.begun:
+            return False
+        file.truncate(whole)
+        rest = memoryview((b"" if whole else head) + packets + head)
+        try:
+            while rest:
+                rest = rest[file.write(rest) :]
+        except BaseException:
+            file.truncate(whole)
+            raise
+    return True
+
+
+def _locked(file: IO[bytes], seconds: float) -> bool:
+    """Polls, since flock() takes no deadline."""
+    until = time.monotonic() + seconds
+    while True:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() >= until:
+                return False
+            time.sleep(0.002)
+        else:
+            return True

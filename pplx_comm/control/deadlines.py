@@ -73,6 +73,8 @@ CLOSE_ABORTED = _CPP["CLOSE_ABORTED"]
 
 # close() of a Communicator, in this order. AllToAlls that are open are closed first.
 
+CLOSE_TIMELINE = Deadline(0.05, "where PPLX_COMM_TRACE asks for a timeline: for rank 0's clock")
+TIMELINE_FILE = Deadline(1.0, "then, beyond CLOSE_SECONDS, for its file, which other ranks write as well")
 CLOSE_PROXIES = Deadline(0.6, "for its proxy threads to end; one that hangs in its provider is left behind")
 FLUSH_SECONDS = Deadline(0.8, "for every peer's socket to take the goodbye")
 LINGER_SECONDS = Deadline(0.25, "for peers reached by TCP to close their end, too, so that no reset overtakes the goodbye")

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import textwrap
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,7 +23,7 @@ from cases import Case
 from dump_cases import LATE
 from harness import Crew, until
 
-from pplx_comm import accounts, desks, dump
+from pplx_comm import accounts, cli, desks, dump
 
 
 def started(crew: Crew) -> tuple[list[int], str]:
@@ -270,6 +276,57 @@ def test_another_user() -> None:
     assert done.returncode == 0, done.stderr
 
 
+@contextmanager
+def at_a_desk(said: bytes) -> Iterator[str]:
+    """A process that says this to all that ask. Its name is one that `dump` does not look for, so others have no part in it."""
+    with socket.socket(socket.AF_UNIX) as listener:
+        listener.bind(f"\0desk-{os.getpid()}-{threading.get_ident()}")
+        listener.listen()
+
+        def serve() -> None:
+            with suppress(OSError):
+                while True:
+                    guest, _ = listener.accept()
+                    with guest, suppress(OSError):
+                        guest.recv(16)
+                        guest.sendall(said)
+
+        thread = threading.Thread(target=serve)
+        thread.start()
+        try:
+            yield "@" + listener.getsockname()[1:].decode()
+        finally:
+            listener.shutdown(socket.SHUT_RDWR)
+            thread.join()
+
+
+def test_the_desk_of_another_user(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Only root hears it."""
+    with at_a_desk(b"{}") as desk:
+        for user, heard in ((0, True), (os.geteuid(), True), (os.geteuid() + 1, False)):
+            monkeypatch.setattr(os, "geteuid", lambda user=user: user)
+            assert (desks.ask(desk, "account") is not None) == heard, user
+            monkeypatch.undo()
+
+
+@pytest.mark.parametrize("said", [b"{", b"[" * 100_000, b'{"entries": "' + b"x" * 1000 + b'"}'])
+def test_an_answer_that_cannot_be_read(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, said: bytes) -> None:
+    """It is left out, and a line says so; one that is too long, too."""
+    monkeypatch.setattr(desks, "LONGEST", 500 if b"x" in said else desks.LONGEST, raising=False)
+    with at_a_desk(said) as desk:
+        assert desks.ask(desk, "account") is None
+    assert f"process {os.getpid()} is left out" in caplog.text
+
+
+def test_an_answer_without_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that keeps sending is given up when its time is over."""
+    looks = itertools.count()
+    clock = SimpleNamespace(monotonic=lambda: next(looks) * desks.PATIENCE / 8)
+    monkeypatch.setattr(desks, "time", clock, raising=False)
+    with at_a_desk(b" " * (1 << 22) + b"{}") as desk:
+        assert desks.ask(desk, "account") is None
+
+
 def test_nobody_is_there() -> None:
     assert "dump: process 1 does not tell this user anything" in shown("1")
 
@@ -311,3 +368,53 @@ def test_ranks_that_do_not_answer() -> None:
     assert accounts.verdicts(ranks, 4) == ["ranks 0 and 1 wait for rank 2, which does not answer: it is stopped, dead or cut off"]
     assert accounts.verdicts({}, 2) == ["ranks 0 and 1 do not answer"]
     assert [line.strip() for line in accounts.table(ranks, range(4))[-2:]] == ["2  does not answer", "3  does not answer"]
+
+
+def account_of(rank: Any, world_size: Any, **other: Any) -> dict[str, Any]:
+    entry = {"facts": {"job": "aaaaaaaa", "rank": rank, "world_size": world_size}, "told": None}
+    return {**of(0, {}).account, "entries": [entry], **other}
+
+
+@pytest.mark.parametrize(
+    "said",
+    [
+        {}, [], 7, {"entries": 3}, {"entries": [{"facts": {"job": 1}}]}, account_of("0", 2), account_of(0, 10**9), account_of(3, 2),
+        account_of(0, 2, stacks=None), account_of(0, 2, threads=[1]),
+        account_of(0, 2, entries=[{"facts": {"job": "b", "rank": 0, "world_size": 2, "call": "c", "begun": 0, "peers": [2]}, "told": None}]),
+    ],
+)  # fmt: skip
+def test_dump_leaves_out_what_it_cannot_show(
+    said: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    """And shows the others, without what a terminal takes as a command."""
+    good = account_of(1, 2, host="\x1b[2Jh\x9b1m", now=0)
+    with at_a_desk(json.dumps(good).encode()) as desk:
+        answer = desks.ask(desk, "account")
+    answers = [desks.Answer("@gone", 4711, said), answer]
+    monkeypatch.setattr(desks, "ask_all", lambda *_: answers)
+    assert cli.main(["dump", "--stacks", "--frames"]) == 0
+    shown = capsys.readouterr().out
+    assert "job aaaaaaaa: 2 ranks" in shown and re.search(r"^ +1  .*h.*:0 ", shown, re.MULTILINE), shown
+    assert all(line.isprintable() for line in shown.splitlines())
+    assert "process 4711 is left out" in caplog.text
+
+
+def test_other_hosts_by_the_next_process(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One whose answer cannot be read is passed over, and all of them share one deadline."""
+    said = {"@0": [{}], "@1": [account_of(1, 2)]}
+    asked = []
+
+    def ask(desk: str, request: str, until: float) -> desks.Answer:
+        asked.append(until)
+        return desks.Answer(desk, 4711, said[desk])
+
+    monkeypatch.setattr(desks, "ask", ask)
+    ranks = accounts.jobs([account_of(0, 2)])["aaaaaaaa"]
+    dump.ask_elsewhere("aaaaaaaa", ranks, [desks.Answer(desk, 4711, account_of(0, 2)) for desk in said], 7.0)
+    assert sorted(ranks) == [0, 1] and asked == [7.0, 7.0]
+
+
+def test_a_frame_is_cut() -> None:
+    """Its pattern takes the square of its length."""
+    [(_, frames)] = accounts.stacks({"stacks": "Thread 0x1 (most recent call first):\n  " + "/" * 10_000 + "\n"})
+    assert [len(frame) for frame in frames] == [1000]

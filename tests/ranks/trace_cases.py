@@ -52,11 +52,20 @@ def at_the_end(me: Any, case: Case) -> str:
     return job
 
 
+def two_communicators(me: Any, case: Case) -> tuple[str, str]:
+    """PPLX_COMM_TRACE: both are open when the first has done its steps. Returns their jobs."""
+    with me.communicator() as first:
+        with open_all_to_all(Member(me.rank, me.world_size, comm=first), case) as a2a:
+            Good(me, case, a2a).step()
+        with me.communicator() as second:
+            return first.control.job, second.control.job
+
+
 def other_clocks(me: Any) -> tuple[float, float]:
     """As on hosts of their own: their clocks are in truth one. Returns what rank 0's clock seems ahead, in seconds, and the error."""
     setattr(trace, "_boot", lambda: f"host {me.rank}")  # noqa: B010
     me.comm.barrier()
-    found = trace._clock(me.comm.control)
+    found = trace._clock(me.comm.control, 3.0)
     assert found is not None
     me.comm.barrier()
     return found.offset / 1e9, found.error

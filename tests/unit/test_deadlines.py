@@ -22,7 +22,7 @@ def test_close_of_an_all_to_all() -> None:
 def test_close_of_a_communicator() -> None:
     assert deadlines.FLUSH_SECONDS + deadlines.LINGER_SECONDS < deadlines.JOIN_SECONDS
     proxies = deadlines.CLOSE_PROXIES + (PROXY_THREADS - 1) * deadlines.CLOSE_PROXY
-    assert proxies + deadlines.JOIN_SECONDS <= deadlines.CLOSE_SECONDS
+    assert deadlines.CLOSE_TIMELINE + proxies + deadlines.JOIN_SECONDS <= deadlines.CLOSE_SECONDS
 
 
 def test_a_death_is_noticed_in_time() -> None:

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 from harness import seed
 
-from pplx_comm import cli, metrics, top
+from pplx_comm import cli, desks, metrics, top
 
 
 def steady(r: random.Random, world_size: int) -> list[top.Rank]:
@@ -95,9 +95,13 @@ def test_matrix() -> None:
     assert "2 ms" in lines[0] and lines[-1].split() == ["1", "@@"] and "@" not in lines[-2]
 
 
-def written(folder: Path, job: str, rank: int) -> None:
+def stats(job: str, rank: int, **other: Any) -> dict[str, Any]:
     of: dict[str, Any] = {"job": job, "rank": rank, "node": 0, "world_size": 2, "generation": 0, "alive": [0, 1], "failures": {}}
-    of |= {"proxies": [], "all_to_alls": []}
+    return {**of, "proxies": [], "all_to_alls": [], **other}
+
+
+def written(folder: Path, job: str, rank: int) -> None:
+    of = stats(job, rank)
     (folder / f"pplx_comm-{job}-{rank}.prom").write_text(metrics.text(metrics.families(of)))
 
 
@@ -121,3 +125,11 @@ def test_what_is_wrong(tmp_path: Path, jobs: list[str], arguments: list[str], wa
 def test_picture(tmp_path: Path) -> None:
     top.picture([top.Rank(n, 1.0, 1.0, 0.0, 2, {1 - n: float(n + 1)}, {}, {}) for n in range(2)], tmp_path / "waits.png")
     assert (tmp_path / "waits.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("told", [[{}], [7], [stats("b", 0, world_size=float("nan"))], [stats("b", 0, failures={"death": 1e999})]])
+def test_what_cannot_be_read_is_left_out(told: Any, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    answers = [desks.Answer("@gone", 4711, told), desks.Answer("@gone", 1, [stats("a", 0), stats("a", 1)])]
+    monkeypatch.setattr(desks, "ask_all", lambda *_, **__: answers)
+    assert list(top.read_processes(None)) == ["a"]
+    assert "process 4711 is left out" in caplog.text
