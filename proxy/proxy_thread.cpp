@@ -157,7 +157,7 @@ ProxyThreadStats ProxyThread::stats() const {
 ProxyStanding ProxyThread::standing() {
   bool takes_turns = false;
   try {
-    takes_turns = call([](Proxy&, Fabric&) {}, kTurn);   // which publishes the counts
+    takes_turns = call([](Proxy&, Fabric&) {}, kTurn);   // a command publishes the counts
   } catch (const FabricError&) {   // it has stopped
   }
   const ProxyStats s = stats().proxy;

@@ -85,7 +85,7 @@ std::string answer(const py::function* of_python, const std::string& request) {
   const std::string text = account();
   if (request == "print") {
     const auto print = [text] { return std::to_string(dprintf(STDERR_FILENO, "pplx_comm dump: %s\n", text.c_str())); };
-    in_time(questions->print, print, kPrintTimeout);   // nobody may read what is printed
+    in_time(questions->print, print, kPrintTimeout);   // a pipe may have no reader
   }
   return text;
 }

@@ -317,7 +317,7 @@ void test_a_provider_that_hangs() {
   }
 }
 
-// It holds nobody up, and is not asked again meanwhile.
+// It holds no other thread up, and is not asked again meanwhile.
 void test_a_question_without_an_answer() {
   const auto in = [](int ms) { return Question::Clock::now() + std::chrono::milliseconds(ms); };
   std::promise<void> end;

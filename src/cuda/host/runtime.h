@@ -37,7 +37,7 @@ class CaptureElsewhere {
   cudaStreamCaptureMode mode_ = cudaStreamCaptureModeRelaxed;
 };
 
-// Whether this process has a context on that GPU.
+// True if this process has a context on that GPU.
 bool has_context(int device);
 
 // The calling thread's current device is the caller's business: it comes back when this goes. Not where there is no context on it: to make
