@@ -158,10 +158,10 @@ class Communicator:
         A Failure has a `kind` ("death", "abort", "timeout" or "closed"), the `rank` that failed or reports, the `peer` that it
         blames, `phase`, `step` and `message`. `peer`, `phase` and `step` may be None.
 
-        callback: runs in a thread of the library or in that of a call that fails, holds no lock, and may call anything. A bound
-            method is held weakly.
+        callback: runs in a thread for callbacks, one at a time, and may call anything, `reset` too. A bound method is held
+            weakly.
         """
-        return self.control.on_failure(callback)
+        return self.control.on_failure(callback, apart=True)
 
     def stats(self) -> dict[str, Any]:
         """The counters of this rank, also after close().

@@ -51,6 +51,9 @@ class Mesh:
 
         self._pid = os.getpid()
         self._callbacks: Callbacks[Failure] = Callbacks(self.condition, rank)
+        """The library's own, which wait for no rank: the control thread runs them."""
+        self._listeners: Callbacks[Failure] = Callbacks(self.condition, rank, apart=True)
+        """The user's."""
         self._busy_callbacks: Callbacks[Busy] = Callbacks(self.condition, rank)
         self._busy_with: list[str] = []
         self.answers: dict[str, Callable[[], Answer | None]] = {}
@@ -145,13 +148,13 @@ class Mesh:
                 self._spread(failure)
         self._callbacks.tell()
 
-    def on_failure(self, callback: Callback) -> Callable[[], None]:
+    def on_failure(self, callback: Callback, apart: bool = False) -> Callable[[], None]:
         with self.condition:
             self.check_usable()
             known = [failure for failure in self.lost.values() if failure.kind == "closed" and failure.rank in self.members]
             if self.failure is not None:
                 known.append(self.failure)
-            remove = self._callbacks.add(callback, known)
+            remove = (self._listeners if apart else self._callbacks).add(callback, known)
         self._callbacks.tell()
         return remove
 
@@ -165,6 +168,7 @@ class Mesh:
 
     def _announce(self, failure: Failure) -> None:
         self._callbacks.announce(failure)
+        self._listeners.announce(failure)
         self.condition.notify_all()
 
     def _spread(self, failure: Failure) -> None:
@@ -378,18 +382,20 @@ class Mesh:
     def close(self, reason: str, patience: float = JOIN_SECONDS) -> None:
         """Tells all peers that this rank leaves. Does not wait for peers; returns within 2 s if no other thread closes.
 
-        patience: seconds to wait for another thread that closes, and again for the control thread.
+        patience: seconds to wait for another thread that closes, and again for the control thread and the user's callbacks.
         """
         if os.getpid() != self._pid:
             return
         self._call_before_close(patience)
         with self.condition:
             self._begin_closing(reason)
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(patience)
-            if thread.is_alive():
-                log.warning("rank %d: the control thread is held up in a failure callback; closing goes on behind it", self.rank)
+            threads = self._thread, self._listeners.thread
+        deadline = time.monotonic() + patience
+        for thread in threads:
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(remaining(deadline))
+                if thread.is_alive():
+                    log.warning("rank %d: thread %r is held up; closing goes on behind it", self.rank, thread.name)
 
     def abandon(self, reason: str) -> None:
         """close() for the garbage collector, which may run at any moment: it does not wait, not even for a lock."""
@@ -423,8 +429,8 @@ class Mesh:
     def _begin_closing(self, reason: str) -> None:
         if self._closing is None:
             self._closing = reason
-        self._callbacks.clear()
-        self._busy_callbacks.clear()
+        for callbacks in (self._callbacks, self._listeners, self._busy_callbacks):
+            callbacks.clear()
         self.condition.notify_all()
         if self._loop is not None:
             self._loop.wake()
