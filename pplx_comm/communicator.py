@@ -144,8 +144,9 @@ class Communicator:
         has begun steps that it cannot end, since its own code raised, it gives them up; that is a failure on all ranks. With
         device="cuda" it waits until the work on the streams of earlier calls has ended.
 
-        timeout: seconds for the other living ranks to call reset. A rank that is stopped or stuck elsewhere is then left out
-            like a dead one, and hears of it at its next call. None: three times the AllToAlls' timeout, at least 30 s.
+        timeout: seconds for the other living ranks to call reset, from when none is busy. A rank that is stopped or stuck
+            elsewhere is then left out like a dead one, and hears of it at its next call. None: three times the AllToAlls' timeout,
+            at least 30 s.
 
         To take a rank back, all ranks make a new Communicator and new AllToAlls on it: see `from_env`.
         """

@@ -210,6 +210,8 @@ class Mesh:
 
     def _hear_busy(self, said: Busy) -> None:
         if said.busy:
+            if said.rank not in self.members:  # no rank waits for it
+                return
             self.busy_since[said.rank] = time.monotonic()
             log.info("rank %d is busy: %s", said.rank, said.what)
         elif self.busy_since.pop(said.rank, None) is None:
@@ -247,6 +249,7 @@ class Mesh:
     def agree_survivors(self, after: int | None, timeout: float, leave_out: bool = False) -> list[int]:
         agreed = self._survivors.agree(self.generation if after is None else after, timeout, leave_out)
         self._callbacks.tell()
+        self._busy_callbacks.tell()
         return agreed
 
     def begin_generation(self, members: frozenset[int]) -> None:
@@ -256,6 +259,8 @@ class Mesh:
         self.failure = None
         self.inbox.new_generation(self.generation)
         self._survivors.renew()
+        for rank in sorted(self.busy_since.keys() - members):
+            self._hear_busy(Busy(rank, False))
         for rank in sorted(self.lost.keys() & members):  # lost since the decision: this generation's first failure
             self._survivors.lost(rank)
             if self.lost[rank].kind == "death":

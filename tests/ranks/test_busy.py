@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 from busy_cases import TIMEOUT
 from harness import Crew
+
+from pplx_comm.control.callbacks import Busy
+from pplx_comm.control.mesh import Mesh
 
 
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
@@ -31,6 +36,30 @@ def test_a_late_barrier() -> None:
         crew.tell(0)
         crew.tell(1)
         assert crew.collect(30)[0] > 2 * TIMEOUT
+
+
+def test_a_late_reset() -> None:
+    """It is not left out."""
+    with Crew(3) as crew:
+        crew.start("busy_cases:late_reset", 1)
+        crew.heard(1, "busy")
+        for rank in range(3):
+            crew.tell(rank)
+        assert crew.collect(60) == [[0, 1, 2]] * 3
+
+
+def test_a_rank_that_was_left_out_holds_up_no_other() -> None:
+    mesh, told = Mesh(0, 3), list[Any]()
+    mesh.on_busy(told.append)
+    with mesh.condition:
+        mesh._hear_busy(Busy(2, True))
+        assert mesh.someone_is_busy()
+        mesh.begin_generation(frozenset({0, 1}))
+        assert not mesh.someone_is_busy()
+        mesh._hear_busy(Busy(2, True))
+        assert not mesh.someone_is_busy()
+    mesh._busy_callbacks.tell()
+    assert told == [Busy(2, True), Busy(2, False)]
 
 
 def test_a_death_is_noticed_all_the_same() -> None:
