@@ -181,6 +181,8 @@ class Mesh:
     # Ranks that are busy
 
     def begin_busy(self, what: str) -> None:
+        if not isinstance(what, str):
+            raise Error(f"busy: what={what!r} must be a string")
         with self.condition:
             self.check_usable()
             self._busy_with.append(what)

@@ -10,6 +10,7 @@ from harness import Crew
 
 from pplx_comm.control.callbacks import Busy
 from pplx_comm.control.mesh import Mesh
+from pplx_comm.errors import Error
 
 
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
@@ -60,6 +61,17 @@ def test_a_rank_that_was_left_out_holds_up_no_other() -> None:
         assert not mesh.someone_is_busy()
     mesh._busy_callbacks.tell()
     assert told == [Busy(2, True), Busy(2, False)]
+
+
+def test_what_a_busy_rank_says() -> None:
+    """Long words of any script are fine. A mistake is told at once, and leaves nothing behind."""
+    mesh = Mesh(0, 1)
+    for what in ("\u7f16" * 200, "\U0001f600" * 1000, "\ud800"):
+        mesh.begin_busy(what)
+        mesh.end_busy(what)
+    with pytest.raises(Error, match="what=5 must be a string"):
+        mesh.begin_busy(5)  # type: ignore[arg-type]
+    assert mesh._busy_with == []
 
 
 def test_a_death_is_noticed_all_the_same() -> None:
