@@ -54,7 +54,7 @@ class Resettable(Protocol):
 
     @property
     def called(self) -> bool:
-        """True if this thread has begun a step."""
+        """True if this thread has begun a step, or no thread has."""
 
     def heard(self) -> int | None:
         """The generation of which a call of this thread raised a failure, since the thread last asked."""
@@ -132,7 +132,7 @@ class Recovery:
     def reset(self, timeout: float | None, called_on: Resettable | None = None) -> list[int]:
         """See AllToAll.reset, and Communicator.reset, which is called on none of them.
 
-        An AllToAll that this thread has never called is another thread's. It stays stopped, so that a thread that was between two
+        An AllToAll that only other threads have called is another thread's. It stays stopped, so that a thread that was between two
         calls comes to its `except` as well.
         """
         if timeout is not None and not checked_timeout(timeout, "reset: timeout"):

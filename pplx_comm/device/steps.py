@@ -225,7 +225,7 @@ class Steps:
 
     @property
     def called(self) -> bool:
-        return get_ident() in self._life.callers
+        return not self._life.callers or get_ident() in self._life.callers
 
     def heard(self) -> int | None:
         return self._life.heard()

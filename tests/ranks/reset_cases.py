@@ -202,6 +202,19 @@ def between_calls(me: Any, case: Case) -> None:
         _good_steps(me, case, [one, other], [True] * me.world_size)
 
 
+def before_its_first_step(me: Any, case: Case) -> None:
+    """A reset of the first AllToAll recovers the second one, too, in which this rank's only thread has not begun a step."""
+    with several(me, case, 2) as (one, other):
+        _good_steps(me, case, [one], [True] * me.world_size, 1)
+        if me.rank == 0:
+            Survivor(me, _of(case, 1), other, [True] * me.world_size).send()
+        with contextlib.suppress(pc.PeerError):
+            me.comm.barrier()
+        _fail(me)
+        (other if me.rank == 0 else one).reset()
+        _good_steps(me, case, [one, other], [True] * me.world_size)
+
+
 def open_on_some(me: Any, case: Case) -> list[Any]:
     """Rank 1 has closed the second AllToAll, the others have not. reset() says so everywhere, and works when all have."""
     with several(me, case, 2) as (one, other):

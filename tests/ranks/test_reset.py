@@ -52,6 +52,10 @@ def test_between_calls_of_another_thread(crew: Crews, transport: str) -> None:
     crew.run("reset_cases:between_calls", case_of(transport))
 
 
+def test_before_a_first_step(crew: Crews) -> None:
+    crew.run("reset_cases:before_its_first_step", case_of("mapped"))
+
+
 @pytest.mark.parametrize("transport", CARRIERS)
 def test_open_on_some_ranks(crew: Crews, transport: str) -> None:
     for told, later, latched in crew.run("reset_cases:open_on_some", case_of(transport)):
