@@ -60,7 +60,7 @@ class Resettable(Protocol):
         """The generation of which a call of this thread raised a failure, since the thread last asked."""
 
     def notice(self) -> None:
-        """Reports to all ranks a failure that this rank's memory tells of, and no call has raised yet."""
+        """Reports to all ranks a failure that this rank's memory tells of, and no call has raised yet. Logs a mistake."""
 
     def stop(self, failure: Failure) -> None:
         """Running calls end, and later ones raise `failure`, until go_on()."""

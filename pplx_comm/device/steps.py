@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import weakref
@@ -22,6 +21,7 @@ from pplx_comm.device.failing import Failing
 from pplx_comm.device.session import Session
 from pplx_comm.errors import Error, PeerError
 from pplx_comm.handles import Combined, Combining, Dispatched
+from pplx_comm.log import log
 from pplx_comm.wiring.carriers import Carriers
 from pplx_comm.wiring.record import CLOSED, Wiring
 from pplx_comm.wiring.wire_up import core_generation, rewire
@@ -231,8 +231,12 @@ class Steps:
         return self._life.heard()
 
     def notice(self) -> None:
-        with contextlib.suppress(PeerError):
+        try:
             self.check("reset")
+        except PeerError:
+            self.heard()  # reset() has seen it: this call of it is not late for that
+        except Error as mistake:  # in a step that reset() gives up
+            log.warning("reset: %s", mistake)
 
     def stop(self, failure: Failure) -> None:
         self._life.stop(failure)

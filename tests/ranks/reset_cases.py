@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cases import Case
+import torch
+from cases import DTYPES, Case
 from failure_cases import Survivor
 from harness import until
 from outcomes import must, raised
@@ -276,15 +277,46 @@ def late_thread(me: Any, case: Case) -> None:
 def own_error(me: Any, case: Case) -> dict[str, Any]:
     """Rank 1's own code raises between dispatch and combine, and it calls reset(). The others wait for its combine."""
     with several(me, case, 2) as both:
-        survivor = Survivor(me, _of(case, 0), both[0], [True] * me.world_size)
-        if me.rank == 1:
-            survivor.send().wait()
-            told = {}
-        else:
-            told = raised(survivor.step)
+        return _own_error(me, case, both)
+
+
+def _own_error(me: Any, case: Case, all_to_alls: list[pc.AllToAll]) -> dict[str, Any]:
+    survivor = Survivor(me, _of(case, 0), all_to_alls[0], [True] * me.world_size)
+    if me.rank == 1:
+        survivor.send().wait()
+        told = {}
+    else:
+        told = raised(survivor.step)
+    must(me.comm.reset() == list(range(me.world_size)), "the survivors")
+    _good_steps(me, case, all_to_alls, [True] * me.world_size)
+    return told
+
+
+def with_a_notice(me: Any, case: Case) -> dict[str, Any]:
+    """Rank 1's own code raises with a step open, when no call has said yet that rows of the step before did not fit."""
+    case = replace(case, layout="padded", rows=1, in_flight=2)
+    with several(me, case, 1) as (a2a,):
+        x, ids = torch.ones(4, case.hidden, dtype=DTYPES[case.dtype]), torch.full((4, case.top_k), 3, dtype=torch.int32)  # rank 1's
+        first = a2a.dispatch_send(x, ids)
+        a2a.dispatch_send(x, ids)
+        told = raised(first.wait if me.rank == 1 else first.release)
         must(me.comm.reset() == list(range(me.world_size)), "the survivors")
-        _good_steps(me, case, both, [True] * me.world_size)
+        a2a.check()
+        me.comm.barrier()
         return told
+
+
+def after_an_unsaid_failure(me: Any, case: Case) -> dict[str, Any]:
+    """reset() finds a failure in rank 1's memory that no call has raised. The next reset() of that thread gives up its open step."""
+    with several(me, case, 1) as (a2a,):
+        with contextlib.suppress(pc.PeerError):
+            me.comm.barrier()
+        if me.rank == 1:
+            a2a._steps.device.core.fail("abort", 1, 1, 0, "a word that no call has read")
+        else:
+            until("rank 1 has told of it", lambda: me.comm.failure is not None)
+        must(me.comm.reset() == list(range(me.world_size)), "the survivors")
+        return _own_error(me, case, [a2a])
 
 
 def one_more_dies(me: Any, case: Case, dying: int, place: str, path: str) -> dict[str, Any]:

@@ -79,6 +79,16 @@ def test_open_steps_of_a_rank_whose_own_code_raised(crew: Crews, transport: str)
         assert told.get("is_peer") and told["peer"] == 1 and not told["is_timeout"], told
 
 
+def test_a_notice_that_no_call_has_said(crew: Crews) -> None:
+    for told in crew.run("reset_cases:with_a_notice", case_of("mapped"))[::2]:
+        assert told.get("is_peer") and told["peer"] == 1, told
+
+
+def test_a_failure_that_no_call_has_said(crew: Crews) -> None:
+    for told in crew.run("reset_cases:after_an_unsaid_failure", case_of("mapped"))[::2]:
+        assert told.get("is_peer") and told["peer"] == 1 and not told["is_timeout"], told
+
+
 @pytest.mark.parametrize(
     ("transport", "place"),
     [
