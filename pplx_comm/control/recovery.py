@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any, Protocol
 
@@ -149,10 +149,8 @@ class Recovery:
                 return self._control.members()
             patience = max((one.patience for one in everything), default=float(CONSTRUCTOR_SECONDS)) if timeout is None else timeout
             try:
-                for one in everything:
-                    one.stop(failure)
-                for one in everything:
-                    one.drain(patience)
+                _each(everything, lambda one: one.stop(failure))
+                _each(everything, lambda one: one.drain(patience))
                 survivors = self._control.agree_survivors(patience, after=self._generation, leave_out=True)
                 self._generation = self._control.generation
                 self._begin(everything, survivors, patience)
@@ -172,8 +170,7 @@ class Recovery:
         """
         control = self._control
         if control.failure is None and control.generation == self._generation:
-            for one in everything:
-                one.notice()
+            _each(everything, lambda one: one.notice())
             alive = control.alive()
             for rank in control.members():
                 if not alive[rank]:
@@ -191,8 +188,8 @@ class Recovery:
         control = self._control
         try:
             alive = [rank in survivors for rank in range(control.world_size)]
-            for one in everything:
-                one.renew(self._generation, alive)
+            _each(everything, lambda one: one.renew(self._generation, alive))
+            everything = [one for one in everything if one.open]
             self._compare(everything, patience)
             for one in everything:
                 one.rewire(survivors)
@@ -202,7 +199,8 @@ class Recovery:
             said = f"reset() failed on rank {control.rank}: {problem if isinstance(problem, Error) else repr(problem)}"
             control.abort(said, peer=peer, phase="reset", generation=self._generation)
             for one in everything:
-                one.fail(problem)
+                with suppress(Error):  # another thread has closed it
+                    one.fail(problem)
             raise
 
     def _compare(self, everything: Sequence[Resettable], patience: float) -> None:
@@ -220,3 +218,13 @@ class Recovery:
                     f"reset: {what} is open on ranks {there} and not on ranks {without}, but ranks must open and close them alike. "
                     f"Close it on ranks {there}, then call reset() again on all ranks"
                 )
+
+
+def _each(everything: Sequence[Resettable], act: Callable[[Resettable], None]) -> None:
+    """Leaves out those that other threads close meanwhile."""
+    for one in everything:
+        try:
+            act(one)
+        except Error:
+            if one.open:
+                raise

@@ -213,7 +213,8 @@ class Steps:
 
     @property
     def open_steps(self) -> int:
-        return int(self.device.core.open_steps)
+        core = self.device.core
+        return 0 if core is CLOSED else int(core.open_steps)
 
     @property
     def generation(self) -> int:

@@ -21,6 +21,7 @@ from rank_cases import open_all_to_all
 
 import pplx_comm as pc
 from pplx_comm.device import steps
+from pplx_comm.wiring.carriers import Carriers, ProxyCarrier
 
 
 @contextlib.contextmanager
@@ -229,6 +230,48 @@ def open_on_some(me: Any, case: Case) -> list[Any]:
         other.close()
         must(me.comm.reset() == list(range(me.world_size)), "the survivors")
         _good_steps(me, case, [one], [True] * me.world_size)
+        return told
+
+
+def closed_meanwhile(me: Any, case: Case, before: str) -> None:
+    """All ranks close the second of three AllToAlls while reset() resets the first. It is left out."""
+    with several(me, case, 3) as (first, second, third):
+        with contextlib.suppress(pc.PeerError):  # a rank that is further on raises it
+            me.comm.barrier()
+        _fail(me)
+        call = getattr(first._steps, before)
+        setattr(first._steps, before, lambda *arguments: (second.close(), call(*arguments)))
+        must(me.comm.reset() == list(range(me.world_size)), "the survivors")
+        _good_steps(me, case, [first], [True] * me.world_size)
+        _good_steps(me, _of(case, 2), [third], [True] * me.world_size)
+        me.comm.barrier()
+
+
+def closed_while_it_is_rewired(me: Any, case: Case) -> list[Any]:
+    """Rank 1 closes the second of three AllToAlls when its memory is just registered. All hear of it. The next reset() is good."""
+    with several(me, case, 3) as (first, second, third):
+        with contextlib.suppress(pc.PeerError):
+            me.comm.barrier()
+        register = ProxyCarrier.register
+
+        def register_and_close(carrier: ProxyCarrier, carried: Any) -> Any:
+            regions = register(carrier, carried)
+            if carried is second._steps.session.wiring.exchange:
+                second.close()
+            return regions
+
+        if me.rank == 1:
+            ProxyCarrier.register = register_and_close  # type: ignore[method-assign]
+        _fail(me)
+        told = [raised(me.comm.reset), raised(third.check)]
+        ProxyCarrier.register = register  # type: ignore[method-assign]
+        second.close()
+        must(me.comm.reset() == list(range(me.world_size)), "the survivors")
+        _good_steps(me, case, [first], [True] * me.world_size)
+        _good_steps(me, _of(case, 2), [third], [True] * me.world_size)
+        used = [(carrier.users, generation) for (_, generation, *_), carrier in Carriers.of(me.comm.control).proxies.items()]
+        must(used == [(2, me.comm.control.generation)], "carriers by users and generation:", used)
+        me.comm.barrier()
         return told
 
 

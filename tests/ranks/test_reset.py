@@ -65,6 +65,17 @@ def test_open_on_some_ranks(crew: Crews, transport: str) -> None:
         assert later.get("is_peer") and "reset() failed on rank" in latched, (later, latched)
 
 
+@pytest.mark.parametrize("before", ["stop", "drain", "renew"])
+def test_closed_meanwhile(crew: Crews, before: str) -> None:
+    crew.run("reset_cases:closed_meanwhile", case_of("proxy:tcp"), before)
+
+
+def test_closed_while_it_is_rewired(crew: Crews) -> None:
+    for told, later in crew.run("reset_cases:closed_while_it_is_rewired", case_of("proxy:tcp")):
+        assert told.get("is_error") and "this AllToAll is closed" in told["message"], told
+        assert later.get("is_peer"), later
+
+
 def test_nothing_failed(crew: Crews) -> None:
     crew.run("reset_cases:nothing_failed", case_of("mapped"))
 
