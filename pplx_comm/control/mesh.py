@@ -158,6 +158,9 @@ class Mesh:
         self._callbacks.tell()
         return remove
 
+    def in_callback(self) -> bool:
+        return threading.current_thread() is self._listeners.thread
+
     def _latch(self, failure: Failure) -> bool:
         """Under the condition; telling the callbacks follows outside it. True for the first failure."""
         if self.failure is not None or self._closing is not None:

@@ -123,6 +123,10 @@ class ControlPlane:
         """
         return self._mesh.on_failure(callback, apart)
 
+    def in_callback(self) -> bool:
+        """True in the thread of callbacks that are `apart`."""
+        return self._mesh.in_callback()
+
     # ---- ranks that are busy ---------------------------------------------------------------------------------------------
 
     @contextmanager

@@ -142,6 +142,7 @@ class Recovery:
             heard = {one: one.heard() for one in everything}
             known = [one for one, told in heard.items() if called_on in (None, one) or told is not None or one.called]
             late = any(one.stopped or ((told := heard[one]) is not None and told < one.generation) for one in known)
+            late = late or self._control.in_callback()  # it comes for a failure, which another thread may have ended
             failure = self._failure(everything, late)
             if failure is None:
                 for one in known:

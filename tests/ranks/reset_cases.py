@@ -317,6 +317,33 @@ def late_thread(me: Any, case: Case) -> None:
         must(me.comm.control.generation == generation, "no new generation")
 
 
+def late_callback(me: Any, case: Case) -> None:
+    """A callback calls reset() when another thread has reset, and begun a step, which goes on."""
+    with several(me, case, 1) as (a2a,):
+        with contextlib.suppress(pc.PeerError):
+            me.comm.barrier()
+        begun, done = threading.Event(), threading.Event()
+        found: list[Any] = []
+
+        def callback(_: Any) -> None:
+            begun.wait()
+            found.append(me.comm.reset())
+            done.set()
+
+        remove = me.comm.on_failure(callback)
+        _fail(me)
+        everyone = me.comm.reset()
+        generation = me.comm.control.generation
+        d = Survivor(me, case, a2a, [True] * me.world_size).send()
+        begun.set()
+        must(done.wait(20) and found == [everyone], "the callback hears the same:", found)
+        remove()
+        d.wait()
+        d.release()
+        me.comm.barrier()
+        must(me.comm.control.generation == generation, "no new generation")
+
+
 def own_error(me: Any, case: Case) -> dict[str, Any]:
     """Rank 1's own code raises between dispatch and combine, and it calls reset(). The others wait for its combine."""
     with several(me, case, 2) as both:

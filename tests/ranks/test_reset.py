@@ -84,6 +84,10 @@ def test_a_thread_that_comes_late(crew: Crews) -> None:
     crew.run("reset_cases:late_thread", case_of("mapped"))
 
 
+def test_a_callback_that_comes_late(crew: Crews) -> None:
+    crew.run("reset_cases:late_callback", case_of("mapped"))
+
+
 @pytest.mark.parametrize("transport", CARRIERS)
 def test_open_steps_of_a_rank_whose_own_code_raised(crew: Crews, transport: str) -> None:
     for told in crew.run("reset_cases:own_error", case_of(transport))[::2]:
