@@ -54,9 +54,9 @@ class AllToAll:
     node_size: overrides which ranks share a node: ranks 0 to node_size - 1 do, and so on. The bits of a combine depend on it: see
         docs/design.md, Sums by node.
     dedup: "node" sends a row once to each other node whose ranks want it, and one sum comes back; "rank" sends it to each rank.
-        The bits are the same. With "node" all ranks make their receive calls in the order of the steps, and blocks are whole; not
-        with transport="nvshmem". "auto" is "node" where these limits change nothing: with in_flight=1 and whole blocks; else
-        "rank". See docs/across-nodes.md.
+        The bits are the same. With "node" blocks are whole, and a receive call may wait until other ranks make it, too: all ranks
+        make them in one order, that of the steps, and with several AllToAlls across these. Not with transport="nvshmem". "auto"
+        is "node" with in_flight=1 and whole blocks; else "rank". See docs/across-nodes.md.
     combine_wire: with dedup="node", sums of other nodes come back in the dtype, "native", or as e4m3 with a scale per 128 numbers,
         "fp8": half the bytes, an error of up to 1/16 of each number, and no gradients. See docs/across-nodes.md.
     in_flight: steps that may be open at once: 1, 2, 4 or 8.

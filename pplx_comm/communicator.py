@@ -144,8 +144,9 @@ class Communicator:
         has begun steps that it cannot end, since its own code raised, it gives them up; that is a failure on all ranks. With
         device="cuda" it waits until the work on the streams of earlier calls has ended.
 
-        timeout: seconds for the other living ranks to call reset. A rank that is stopped or stuck elsewhere is then left out
-            like a dead one, and hears of it at its next call. None: three times the AllToAlls' timeout, at least 30 s.
+        timeout: seconds for the other living ranks to call reset, from when none is busy. A rank that is stopped or stuck
+            elsewhere is then left out like a dead one, and hears of it at its next call. None: three times the AllToAlls' timeout,
+            at least 30 s.
 
         To take a rank back, all ranks make a new Communicator and new AllToAlls on it: see `from_env`.
         """
@@ -158,10 +159,10 @@ class Communicator:
         A Failure has a `kind` ("death", "abort", "timeout" or "closed"), the `rank` that failed or reports, the `peer` that it
         blames, `phase`, `step` and `message`. `peer`, `phase` and `step` may be None.
 
-        callback: runs in a thread of the library or in that of a call that fails, holds no lock, and may call anything. A bound
-            method is held weakly.
+        callback: runs in a thread for callbacks, one at a time, and may call anything, `reset` too. A bound method is held
+            weakly.
         """
-        return self.control.on_failure(callback)
+        return self.control.on_failure(callback, apart=True)
 
     def stats(self) -> dict[str, Any]:
         """The counters of this rank, also after close().

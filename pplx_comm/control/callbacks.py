@@ -1,4 +1,4 @@
-"""The callbacks that are told of failures and of busy ranks, outside of the mesh's lock, so that a callback may call anything."""
+"""The callbacks that are told of failures and of busy ranks, outside of the mesh's lock."""
 
 from __future__ import annotations
 
@@ -26,9 +26,15 @@ class Busy:
 
 
 class Callbacks(Generic[Event]):
-    """Call everything under the lock but `tell` and what `add` returns."""
+    """Call everything under the lock but `tell` and what `add` returns.
 
-    def __init__(self, lock: threading.Condition, rank: int) -> None:
+    apart: they run in a thread of their own, one after the other, so that they may wait for other ranks.
+    """
+
+    def __init__(self, lock: threading.Condition, rank: int, apart: bool = False) -> None:
+        self.thread: threading.Thread | None = None
+        """Runs those that are apart, while there is something to tell."""
+        self._apart = apart
         self._lock = lock
         self._rank = rank
         self._callbacks: dict[int, Callable[[], Callable[[Event], None] | None]] = {}
@@ -45,6 +51,7 @@ class Callbacks(Generic[Event]):
         handle = self._handles
         self._callbacks[handle] = weakref.WeakMethod(callback) if bound else lambda: callback
         self._untold += [(handle, event) for event in known]
+        self._begin()
 
         def remove() -> None:
             with self._lock:
@@ -54,14 +61,22 @@ class Callbacks(Generic[Event]):
 
     def announce(self, event: Event) -> None:
         self._untold += [(handle, event) for handle in self._callbacks]
+        self._begin()
+
+    def _begin(self) -> None:
+        if self._apart and self._untold and self.thread is None:
+            self.thread = threading.Thread(target=self.tell, name="pplx_comm callbacks", daemon=True)
+            self.thread.start()
 
     def clear(self) -> None:
         self._callbacks.clear()
 
     def tell(self) -> None:
+        """Runs those that are due, in this thread."""
         while True:
             with self._lock:
                 if not self._untold:
+                    self.thread = None
                     return
                 handle, event = self._untold.pop(0)
                 keep = self._callbacks.get(handle)

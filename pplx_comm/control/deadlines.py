@@ -78,7 +78,7 @@ TIMELINE_FILE = Deadline(1.0, "then, beyond CLOSE_SECONDS, for its file, which o
 CLOSE_PROXIES = Deadline(0.6, "for its proxy threads to end; one that hangs in its provider is left behind")
 FLUSH_SECONDS = Deadline(0.8, "for every peer's socket to take the goodbye")
 LINGER_SECONDS = Deadline(0.25, "for peers reached by TCP to close their end, too, so that no reset overtakes the goodbye")
-JOIN_SECONDS = Deadline(1.2, "for the control thread, which does both")
+JOIN_SECONDS = Deadline(1.2, "for the control thread, which does both, and for callbacks of on_failure")
 EXIT_SECONDS = Deadline(5.0, "for it, or another thread that closes, at the end of the process, which aborts in a return from C++")
 
 

@@ -51,7 +51,7 @@ LIMIT = {
     Kind.FDS: 4 * KiB,
     Kind.PROPOSE: 64 * KiB,
     Kind.DECIDE: 64 * KiB,
-    Kind.BUSY: KiB,
+    Kind.BUSY: 4 * KiB,
     Kind.ASK: KiB,
     Kind.TOLD: MiB,
 }

@@ -51,6 +51,9 @@ class Mesh:
 
         self._pid = os.getpid()
         self._callbacks: Callbacks[Failure] = Callbacks(self.condition, rank)
+        """The library's own, which wait for no rank: the control thread runs them."""
+        self._listeners: Callbacks[Failure] = Callbacks(self.condition, rank, apart=True)
+        """The user's."""
         self._busy_callbacks: Callbacks[Busy] = Callbacks(self.condition, rank)
         self._busy_with: list[str] = []
         self.answers: dict[str, Callable[[], Answer | None]] = {}
@@ -145,15 +148,18 @@ class Mesh:
                 self._spread(failure)
         self._callbacks.tell()
 
-    def on_failure(self, callback: Callback) -> Callable[[], None]:
+    def on_failure(self, callback: Callback, apart: bool = False) -> Callable[[], None]:
         with self.condition:
             self.check_usable()
             known = [failure for failure in self.lost.values() if failure.kind == "closed" and failure.rank in self.members]
             if self.failure is not None:
                 known.append(self.failure)
-            remove = self._callbacks.add(callback, known)
+            remove = (self._listeners if apart else self._callbacks).add(callback, known)
         self._callbacks.tell()
         return remove
+
+    def in_callback(self) -> bool:
+        return threading.current_thread() is self._listeners.thread
 
     def _latch(self, failure: Failure) -> bool:
         """Under the condition; telling the callbacks follows outside it. True for the first failure."""
@@ -165,6 +171,7 @@ class Mesh:
 
     def _announce(self, failure: Failure) -> None:
         self._callbacks.announce(failure)
+        self._listeners.announce(failure)
         self.condition.notify_all()
 
     def _spread(self, failure: Failure) -> None:
@@ -177,6 +184,8 @@ class Mesh:
     # Ranks that are busy
 
     def begin_busy(self, what: str) -> None:
+        if not isinstance(what, str):
+            raise Error(f"busy: what={what!r} must be a string")
         with self.condition:
             self.check_usable()
             self._busy_with.append(what)
@@ -206,6 +215,8 @@ class Mesh:
 
     def _hear_busy(self, said: Busy) -> None:
         if said.busy:
+            if said.rank not in self.members:  # no rank waits for it
+                return
             self.busy_since[said.rank] = time.monotonic()
             log.info("rank %d is busy: %s", said.rank, said.what)
         elif self.busy_since.pop(said.rank, None) is None:
@@ -243,6 +254,7 @@ class Mesh:
     def agree_survivors(self, after: int | None, timeout: float, leave_out: bool = False) -> list[int]:
         agreed = self._survivors.agree(self.generation if after is None else after, timeout, leave_out)
         self._callbacks.tell()
+        self._busy_callbacks.tell()
         return agreed
 
     def begin_generation(self, members: frozenset[int]) -> None:
@@ -252,6 +264,8 @@ class Mesh:
         self.failure = None
         self.inbox.new_generation(self.generation)
         self._survivors.renew()
+        for rank in sorted(self.busy_since.keys() - members):
+            self._hear_busy(Busy(rank, False))
         for rank in sorted(self.lost.keys() & members):  # lost since the decision: this generation's first failure
             self._survivors.lost(rank)
             if self.lost[rank].kind == "death":
@@ -381,18 +395,20 @@ class Mesh:
     def close(self, reason: str, patience: float = JOIN_SECONDS) -> None:
         """Tells all peers that this rank leaves. Does not wait for peers; returns within 2 s if no other thread closes.
 
-        patience: seconds to wait for another thread that closes, and again for the control thread.
+        patience: seconds to wait for another thread that closes, and again for the control thread and the user's callbacks.
         """
         if os.getpid() != self._pid:
             return
         self._call_before_close(patience)
         with self.condition:
             self._begin_closing(reason)
-            thread = self._thread
-        if thread is not None and thread is not threading.current_thread():
-            thread.join(patience)
-            if thread.is_alive():
-                log.warning("rank %d: the control thread is held up in a failure callback; closing goes on behind it", self.rank)
+            threads = self._thread, self._listeners.thread
+        deadline = time.monotonic() + patience
+        for thread in threads:
+            if thread is not None and thread is not threading.current_thread():
+                thread.join(remaining(deadline))
+                if thread.is_alive():
+                    log.warning("rank %d: thread %r is held up; closing goes on behind it", self.rank, thread.name)
 
     def abandon(self, reason: str) -> None:
         """close() for the garbage collector, which may run at any moment: it does not wait, not even for a lock."""
@@ -426,8 +442,8 @@ class Mesh:
     def _begin_closing(self, reason: str) -> None:
         if self._closing is None:
             self._closing = reason
-        self._callbacks.clear()
-        self._busy_callbacks.clear()
+        for callbacks in (self._callbacks, self._listeners, self._busy_callbacks):
+            callbacks.clear()
         self.condition.notify_all()
         if self._loop is not None:
             self._loop.wake()

@@ -112,14 +112,20 @@ class ControlPlane:
         message = message or f"rank {rank} aborted{f' in {phase}' if phase else ''}"
         self._mesh.abort(Failure(kind, rank, peer, phase, step, message).checked(self.world_size), generation)
 
-    def on_failure(self, callback: Callback) -> Callable[[], None]:
+    def on_failure(self, callback: Callback, apart: bool = False) -> Callable[[], None]:
         """Calls back once for the first failure of each generation, and once for each rank that leaves cleanly (kind
         "closed").
 
-        At once if it has happened already. Runs in the control thread, or in the thread that aborts or registers. A
-        bound method is held weakly. Returns what unregisters it.
+        At once if it has happened already. Runs in the control thread, or in the thread that aborts or registers: it must not
+        wait for other ranks. A bound method is held weakly. Returns what unregisters it.
+
+        apart: runs in a thread for such callbacks, where it may wait.
         """
-        return self._mesh.on_failure(callback)
+        return self._mesh.on_failure(callback, apart)
+
+    def in_callback(self) -> bool:
+        """True in the thread of callbacks that are `apart`."""
+        return self._mesh.in_callback()
 
     # ---- ranks that are busy ---------------------------------------------------------------------------------------------
 

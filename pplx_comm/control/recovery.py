@@ -54,13 +54,13 @@ class Resettable(Protocol):
 
     @property
     def called(self) -> bool:
-        """True if this thread has begun a step."""
+        """True if this thread has begun a step, or no thread has."""
 
     def heard(self) -> int | None:
         """The generation of which a call of this thread raised a failure, since the thread last asked."""
 
     def notice(self) -> None:
-        """Reports to all ranks a failure that this rank's memory tells of, and no call has raised yet."""
+        """Reports to all ranks a failure that this rank's memory tells of, and no call has raised yet. Logs a mistake."""
 
     def stop(self, failure: Failure) -> None:
         """Running calls end, and later ones raise `failure`, until go_on()."""
@@ -134,7 +134,7 @@ class Recovery:
     def reset(self, timeout: float | None, called_on: Resettable | None = None) -> list[int]:
         """See AllToAll.reset, and Communicator.reset, which is called on none of them.
 
-        An AllToAll that this thread has never called is another thread's. It stays stopped, so that a thread that was between two
+        An AllToAll that only other threads have called is another thread's. It stays stopped, so that a thread that was between two
         calls comes to its `except` as well.
         """
         if timeout is not None and not checked_timeout(timeout, "reset: timeout"):
@@ -144,6 +144,7 @@ class Recovery:
             heard = {one: one.heard() for one in everything}
             known = [one for one, told in heard.items() if called_on in (None, one) or told is not None or one.called]
             late = any(one.stopped or ((told := heard[one]) is not None and told < one.generation) for one in known)
+            late = late or self._control.in_callback()  # it comes for a failure, which another thread may have ended
             failure = self._failure(everything, late)
             if failure is None:
                 for one in known:
@@ -151,10 +152,8 @@ class Recovery:
                 return self._control.members()
             patience = max((one.patience for one in everything), default=float(CONSTRUCTOR_SECONDS)) if timeout is None else timeout
             try:
-                for one in everything:
-                    one.stop(failure)
-                for one in everything:
-                    one.drain(patience)
+                _each(everything, lambda one: one.stop(failure))
+                _each(everything, lambda one: one.drain(patience))
                 survivors = self._control.agree_survivors(patience, after=self._generation, leave_out=True)
                 self._generation = self._control.generation
                 self._begin(everything, survivors, patience)
@@ -174,8 +173,7 @@ class Recovery:
         """
         control = self._control
         if control.failure is None and control.generation == self._generation:
-            for one in everything:
-                one.notice()
+            _each(everything, lambda one: one.notice())
             alive = control.alive()
             for rank in control.members():
                 if not alive[rank]:
@@ -193,8 +191,8 @@ class Recovery:
         control = self._control
         try:
             alive = [rank in survivors for rank in range(control.world_size)]
-            for one in everything:
-                one.renew(self._generation, alive)
+            _each(everything, lambda one: one.renew(self._generation, alive))
+            everything = [one for one in everything if one.open]
             self._compare(everything, patience)
             for one in everything:
                 one.rewire(survivors)
@@ -204,7 +202,8 @@ class Recovery:
             said = f"reset() failed on rank {control.rank}: {problem if isinstance(problem, Error) else repr(problem)}"
             control.abort(said, peer=peer, phase="reset", generation=self._generation)
             for one in everything:
-                one.fail(problem)
+                with suppress(Error):  # another thread has closed it
+                    one.fail(problem)
             raise
 
     def _compare(self, everything: Sequence[Resettable], patience: float) -> None:
@@ -222,3 +221,13 @@ class Recovery:
                     f"reset: {what} is open on ranks {there} and not on ranks {without}, but ranks must open and close them alike. "
                     f"Close it on ranks {there}, then call reset() again on all ranks"
                 )
+
+
+def _each(everything: Sequence[Resettable], act: Callable[[Resettable], None]) -> None:
+    """Leaves out those that other threads close meanwhile."""
+    for one in everything:
+        try:
+            act(one)
+        except Error:
+            if one.open:
+                raise

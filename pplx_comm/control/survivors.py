@@ -28,6 +28,8 @@ class Group(Protocol):
 
     def check_usable(self) -> None: ...
 
+    def someone_is_busy(self) -> bool: ...
+
     def send(self, ranks: Iterable[int], message: bytes) -> None: ...
 
     def begin_generation(self, members: frozenset[int]) -> None: ...
@@ -42,13 +44,17 @@ class Survivors:
 
     def agree(self, after: int, timeout: float, leave_out: bool) -> list[int]:
         """Collective over the living ranks. Returns the ranks left of generation `after`, the same list on each. Clears the failure
-        and opens a new generation. A rank that lives and does not come in time fails the call, or is left out.
+        and opens a new generation. A rank that lives and does not come in time fails the call, or is left out. The time begins
+        when no rank is busy.
         """
         group = self._group
-        deadline = time.monotonic() + timeout
+        deadline, busy = time.monotonic() + timeout, False
         with group.condition, Waiting(group, "reset") as waiting:
             self.begin(after)
             while (agreed := self.agreed(after)) is None:
+                busy, was_busy = group.someone_is_busy(), busy
+                if busy or was_busy:
+                    deadline = time.monotonic() + timeout
                 if not remaining(deadline) and leave_out and self._agreement.missing():
                     for rank in self._agreement.missing():
                         self._agreement.lost(rank)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import json
 import weakref
@@ -214,7 +213,8 @@ class Steps:
 
     @property
     def open_steps(self) -> int:
-        return int(self.device.core.open_steps)
+        core = self.device.core
+        return 0 if core is CLOSED else int(core.open_steps)
 
     @property
     def generation(self) -> int:
@@ -226,14 +226,18 @@ class Steps:
 
     @property
     def called(self) -> bool:
-        return get_ident() in self._life.callers
+        return not self._life.callers or get_ident() in self._life.callers
 
     def heard(self) -> int | None:
         return self._life.heard()
 
     def notice(self) -> None:
-        with contextlib.suppress(PeerError):
+        try:
             self.check("reset")
+        except PeerError:
+            self.heard()  # reset() has seen it: this call of it is not late for that
+        except Error as mistake:  # in a step that reset() gives up
+            log.warning("reset: %s", mistake)
 
     def stop(self, failure: Failure) -> None:
         self._life.stop(failure)

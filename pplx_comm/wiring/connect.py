@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 from dataclasses import replace
 
+import pplx_comm._core as _core
+from pplx_comm.control import deadlines
 from pplx_comm.control.plane import ControlPlane
 from pplx_comm.errors import Error
 from pplx_comm.wiring.carriers import Carriers, Network, ProxyCarrier
 from pplx_comm.wiring.compare import Answers, Attempts, agree, name_ranks
-from pplx_comm.wiring.record import Wiring
+from pplx_comm.wiring.record import CLOSED, Wiring
 from pplx_comm.wiring.request import Request
 
 
@@ -38,9 +40,7 @@ def connect(control: ControlPlane, request: Request, wiring: Wiring, alive: list
         _check_fresh(answers)
         addresses = {r: _unpack(answers[r]["addresses"]) for r in alive if r != control.rank}  # type: ignore[index]
         attempts.run(lambda: carrier.connect(addresses, wiring.network_peers))
-        regions = attempts.run(lambda: carrier.register(wiring.carried))
-        if regions is not None:
-            wiring.carrier, wiring.regions = carrier, regions
+        regions = attempts.run(lambda: _register(carrier, wiring))
         described = [region.description.hex() for region in regions or []]
         answers = agree(control, "AllToAll: regions", {"error": attempts.error, "regions": described}, timeout)
         carriers.proxies[key] = carrier  # on all ranks, or on none: a later AllToAll looks here
@@ -51,6 +51,16 @@ def connect(control: ControlPlane, request: Request, wiring: Wiring, alive: list
     over = f"{carrier.name} on {', '.join(carrier.nics)}"
     wiring.exchange.name_networks([over if rank in wiring.peers.remote else "" for rank in range(control.world_size)])
     agree(control, "AllToAll: proxy", {"error": attempts.error}, timeout)
+
+
+def _register(carrier: ProxyCarrier, wiring: Wiring) -> list[_core.LocalRegion]:
+    carried = wiring.carried
+    wiring.carrier, wiring.regions = carrier, carrier.register(carried)
+    if wiring.exchange is CLOSED:  # another thread closed it, and found no carrier to detach from
+        wiring.carrier = None
+        carrier.detach(carried, wiring.regions, deadlines.CLOSE_FAILED)
+        raise Error("this AllToAll is closed")
+    return wiring.regions
 
 
 def _network(control: ControlPlane, request: Request, wiring: Wiring, alive: list[int]) -> Network:

@@ -35,12 +35,13 @@ def make_exchange(control: ControlPlane, request: Request, peers: Peers, ranks_h
     return exchange
 
 
-def lay_relays(control: ControlPlane, request: Request, exchange: Any, peers: Peers) -> None:
-    """Collective, anew in each generation: relays serve other sources then. All that goes between nodes lies in this memory."""
+def lay_relays(control: ControlPlane, request: Request, exchange: Any, peers: Peers, share: int | None) -> None:
+    """Collective, anew in each generation: relays serve other sources then. All that goes between nodes lies in this memory.
+    share: the most bytes for this rank; None: what is free."""
     attempts = Attempts()
     nbytes = {rank: exchange.relay_bytes(rank) for rank in [control.rank, *peers.mapped]}
     what = ("the rails", "AllToAll: memory of relays")
-    relays = _share(control, attempts, nbytes.pop(control.rank), nbytes, what, request.patience)
+    relays = _share(control, attempts, nbytes.pop(control.rank), nbytes, what, request.patience, share)
     attempts.run(lambda: exchange.lay_relays(relays))
     agree(control, "AllToAll: relays", {"error": attempts.error}, request.patience)
 

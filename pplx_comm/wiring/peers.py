@@ -78,13 +78,13 @@ def remote_of_all(
 
 
 def node_ranks(request: Request, control: ControlPlane, peers: Peers | None) -> int:
-    """Returns the most ranks of a node, where rows go once to each node; else 0."""
+    """Returns the most ranks of a node, where rows go once to each node; else 0, also where one node is left."""
     nodes = nodes_of(request, control)
     most = max(Counter(nodes).values())
     if request.dedup == "rank" or peers is None:
         return 0
     apart = [rank for rank in peers.remote if nodes[rank] == nodes[control.rank]]
-    if not apart and most in (1, len(nodes)):
+    if most == 1 or not peers.remote:
         return 0
     if apart:
         why_not = (

@@ -68,7 +68,7 @@ def wire_up(control: ControlPlane, request: Request, used_numbers: set[int]) -> 
     if control.generation > 0:  # made after a reset, by those that are left
         wiring.exchange.reset(core_generation(control.generation), [rank in alive for rank in range(control.world_size)])
     try:
-        _lay_relays(control, request, wiring)
+        _lay_relays(control, request, wiring, _share(control, answers) - config.heap_bytes)
         if proxied:
             connect(control, request, wiring, alive)
         # No rank writes before all can receive.
@@ -98,11 +98,12 @@ def rewire(control: ControlPlane, request: Request, wiring: Wiring, survivors: l
     agree(control, "reset: ready", {}, request.patience)
 
 
-def _lay_relays(control: ControlPlane, request: Request, wiring: Wiring) -> None:
+def _lay_relays(control: ControlPlane, request: Request, wiring: Wiring, share: int | None = None) -> None:
+    """share: bytes of this host's memory that this rank may take for them."""
     if request.config.node_ranks == 0:
         return
     if request.gpu is None:
-        lay_relays(control, request, wiring.exchange, wiring.peers)
+        lay_relays(control, request, wiring.exchange, wiring.peers, share)
     else:
         lay_gpu_relays(control, request, wiring.exchange, wiring.peers, wiring.kernels)
 
@@ -143,15 +144,20 @@ def _lay_memory(control: ControlPlane, request: Request, peers: Peers, answers: 
         r: Locality(**answer["locality"]) for r, answer in enumerate(answers) if answer is not None and answer["host"] == here
     }
     if request.gpu is None:
-        free, limit = answers[control.rank]["memory"]  # type: ignore[index]
-        sharing = [r for r in localities if answers[r]["memory"][1] == limit]  # type: ignore[index]
-        exchange: Any = make_exchange(control, request, peers, len(localities), free // len(sharing))
+        exchange: Any = make_exchange(control, request, peers, len(localities), _share(control, answers))
         return Wiring(exchange, peers, hosts, localities, blocks_on_gpu=False), proxied
     made = make_gpu_exchange(control, request, peers, proxied, localities)
     wiring = Wiring(made.exchange, made.peers, hosts, localities, made.blocks_on_gpu, made.kernels, made.symmetric)
     if wiring.puts:
         made.exchange.name_networks(["NVSHMEM" if rank in made.peers.remote else "" for rank in range(control.world_size)])
     return wiring, made.proxied
+
+
+def _share(control: ControlPlane, answers: Answers) -> int:
+    """Returns the free bytes that this rank may take: ranks of this host under the same limit share them evenly."""
+    here, (free, limit) = host_key(), answers[control.rank]["memory"]  # type: ignore[index]
+    sharing = [answer for answer in answers if answer is not None and (answer["host"], answer["memory"][1]) == (here, limit)]
+    return int(free // len(sharing))
 
 
 def _locality(request: Request) -> Locality:

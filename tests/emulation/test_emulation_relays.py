@@ -147,6 +147,14 @@ def test_reset(tmp_path: Path) -> None:
         assert left_in_shm(crew) == []
 
 
+def test_another_all_to_all_of_one_node(tmp_path: Path) -> None:
+    case = Case(seed(), 4, transport="relayed:tcp")
+    with Crew(4) as crew:
+        crew.start("emulated:call", module(), "failure_cases:anew_on_one_node", case, [2, 3], str(tmp_path / "died"))
+        crew.collect(120, [0, 1])
+        crew.leave()
+
+
 def test_damaged_node_blocks() -> None:
     case = Case(seed(), 4, num_experts=8, top_k=2, hidden=64, max_tokens=3, transport="relayed:tcp")
     with Crew(4) as crew:

@@ -77,6 +77,19 @@ def late_barrier(me: Any, late: int) -> float:
     return time.monotonic() - begun
 
 
+def late_reset(me: Any, late: int) -> list[int]:
+    """One rank says that it is busy, and comes to the agreement when the patience of the others is long over."""
+    me.comm.barrier()
+    if me.rank == late:
+        with me.comm.busy("compiling"):
+            me.say("busy")
+            me.hear()
+            time.sleep(LATE)  # being late is the subject
+            return list(me.comm.control.agree_survivors(30))
+    me.hear()  # that the other says it
+    return list(me.comm.control.agree_survivors(TIMEOUT, leave_out=True))
+
+
 def dies_busy(me: Any, late: int) -> dict[str, Any]:
     a2a = _all_to_all(me, "mapped")
     if me.rank == late:

@@ -215,6 +215,7 @@ def wait_for_death(me: Member, node_size: int | None, victim: int) -> dict[str, 
     later = _raised(comm.barrier, timeout=20)
     known: list[Any] = []
     comm.on_failure(known.append)
+    until("it is told what has happened", lambda: "death" in [failure.kind for failure in known])
     began = time.monotonic()
     comm.close()
     return {
@@ -572,6 +573,28 @@ def held_up(me: Member) -> float:
     seconds = time.monotonic() - began
     release.set()
     return seconds
+
+
+def waits_in_a_callback(me: Member) -> list[Any]:
+    """Rank 1 is killed. Callbacks of the others agree on the survivors and meet them, as any thread may."""
+    comm = me.communicator()
+    told: list[Any] = []
+    done = threading.Event()
+
+    def callback(failure: Any) -> None:
+        if failure.kind == "death":
+            told.append(comm.reset(timeout=20))
+            comm.barrier()
+            done.set()
+
+    comm.on_failure(callback)
+    comm.barrier()
+    me.say("ready")
+    if comm.rank == 1:
+        me.hear()
+    assert done.wait(60)
+    comm.close()
+    return told
 
 
 def close_beside_stopped(me: Member) -> float:

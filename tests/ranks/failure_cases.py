@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 import os
 import signal
@@ -558,6 +559,24 @@ def anew_after_death(me: Any, case: Case, victim: int, path: str) -> None:
                 alive = [rank != victim for rank in range(me.world_size)]
                 Survivor(me, replace(case, seed=case.seed + 1), both, alive).step()
             me.comm.barrier()
+
+
+def anew_on_one_node(me: Any, case: Case, victims: list[int], path: str) -> None:
+    """All ranks of the other nodes die. Those of one node are left, and make an AllToAll with the same arguments."""
+    alive = [rank not in victims for rank in range(me.world_size)]
+    with open_all_to_all(me, case) as a2a:
+        Survivor(me, case, a2a, [True] * me.world_size).step()
+        with contextlib.suppress(pc.PeerError):  # a rank that is further on may be dead
+            me.comm.barrier()
+        if me.rank in victims:
+            _die(path)
+        until("all deaths are known", lambda: me.comm.control.alive() == alive)
+        must(a2a.reset() == [rank for rank, lives in enumerate(alive) if lives], "the survivors")
+    with open_all_to_all(me, case) as a2a:
+        survivor = Survivor(me, case, a2a, alive)
+        survivor.step()
+        survivor.step()
+        me.comm.barrier()
 
 
 def own_proxy_stands_still(me: Any, case: Case) -> dict[str, Any]:

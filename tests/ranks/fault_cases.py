@@ -235,12 +235,13 @@ def hand_over_bad_memory(me: Any, bad: int, how: str) -> dict[str, Any]:
     return result
 
 
-def open_under_a_limit(me: Any, of_a_heap: float) -> dict[str, Any]:
+def open_under_a_limit(me: Any, of_a_heap: float, **changes: Any) -> dict[str, Any]:
     """All ranks together may take so much, and each of them so much at any time, since no rank sees what the others are about to take."""
     shape = {"num_experts": 8, "top_k": 2, "hidden": 1024, "max_tokens_per_rank": 64}
-    limit = int(of_a_heap * pc.AllToAll.required_bytes(world_size=me.world_size, **shape))
+    remote = {"remote_peers": me.world_size - changes["node_size"], "dedup": "node"} if changes else {}
+    limit = int(of_a_heap * pc.AllToAll.required_bytes(world_size=me.world_size, **shape, **remote))
     setattr(memfd, "available_bytes", lambda: (limit, "a test's limit"))  # noqa: B010
-    return raised(lambda: pc.AllToAll(me.comm, device="cpu", **shape).close())
+    return raised(lambda: pc.AllToAll(me.comm, device="cpu", **shape, **changes).close())
 
 
 def no_memory_for_outputs(me: Any, call: str) -> dict[str, Any]:

@@ -12,7 +12,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from cases import Case
+import torch
+from cases import DTYPES, Case
 from failure_cases import Survivor
 from harness import until
 from outcomes import must, raised
@@ -20,6 +21,7 @@ from rank_cases import open_all_to_all
 
 import pplx_comm as pc
 from pplx_comm.device import steps
+from pplx_comm.wiring.carriers import Carriers, ProxyCarrier
 
 
 @contextlib.contextmanager
@@ -202,6 +204,19 @@ def between_calls(me: Any, case: Case) -> None:
         _good_steps(me, case, [one, other], [True] * me.world_size)
 
 
+def before_its_first_step(me: Any, case: Case) -> None:
+    """A reset of the first AllToAll recovers the second one, too, in which this rank's only thread has not begun a step."""
+    with several(me, case, 2) as (one, other):
+        _good_steps(me, case, [one], [True] * me.world_size, 1)
+        if me.rank == 0:
+            Survivor(me, _of(case, 1), other, [True] * me.world_size).send()
+        with contextlib.suppress(pc.PeerError):
+            me.comm.barrier()
+        _fail(me)
+        (other if me.rank == 0 else one).reset()
+        _good_steps(me, case, [one, other], [True] * me.world_size)
+
+
 def open_on_some(me: Any, case: Case) -> list[Any]:
     """Rank 1 has closed the second AllToAll, the others have not. reset() says so everywhere, and works when all have."""
     with several(me, case, 2) as (one, other):
@@ -215,6 +230,48 @@ def open_on_some(me: Any, case: Case) -> list[Any]:
         other.close()
         must(me.comm.reset() == list(range(me.world_size)), "the survivors")
         _good_steps(me, case, [one], [True] * me.world_size)
+        return told
+
+
+def closed_meanwhile(me: Any, case: Case, before: str) -> None:
+    """All ranks close the second of three AllToAlls while reset() resets the first. It is left out."""
+    with several(me, case, 3) as (first, second, third):
+        with contextlib.suppress(pc.PeerError):  # a rank that is further on raises it
+            me.comm.barrier()
+        _fail(me)
+        call = getattr(first._steps, before)
+        setattr(first._steps, before, lambda *arguments: (second.close(), call(*arguments)))
+        must(me.comm.reset() == list(range(me.world_size)), "the survivors")
+        _good_steps(me, case, [first], [True] * me.world_size)
+        _good_steps(me, _of(case, 2), [third], [True] * me.world_size)
+        me.comm.barrier()
+
+
+def closed_while_it_is_rewired(me: Any, case: Case) -> list[Any]:
+    """Rank 1 closes the second of three AllToAlls when its memory is just registered. All hear of it. The next reset() is good."""
+    with several(me, case, 3) as (first, second, third):
+        with contextlib.suppress(pc.PeerError):
+            me.comm.barrier()
+        register = ProxyCarrier.register
+
+        def register_and_close(carrier: ProxyCarrier, carried: Any) -> Any:
+            regions = register(carrier, carried)
+            if carried is second._steps.session.wiring.exchange:
+                second.close()
+            return regions
+
+        if me.rank == 1:
+            ProxyCarrier.register = register_and_close  # type: ignore[method-assign]
+        _fail(me)
+        told = [raised(me.comm.reset), raised(third.check)]
+        ProxyCarrier.register = register  # type: ignore[method-assign]
+        second.close()
+        must(me.comm.reset() == list(range(me.world_size)), "the survivors")
+        _good_steps(me, case, [first], [True] * me.world_size)
+        _good_steps(me, _of(case, 2), [third], [True] * me.world_size)
+        used = [(carrier.users, generation) for (_, generation, *_), carrier in Carriers.of(me.comm.control).proxies.items()]
+        must(used == [(2, me.comm.control.generation)], "carriers by users and generation:", used)
+        me.comm.barrier()
         return told
 
 
@@ -260,18 +317,76 @@ def late_thread(me: Any, case: Case) -> None:
         must(me.comm.control.generation == generation, "no new generation")
 
 
+def late_callback(me: Any, case: Case) -> None:
+    """A callback calls reset() when another thread has reset, and begun a step, which goes on."""
+    with several(me, case, 1) as (a2a,):
+        with contextlib.suppress(pc.PeerError):
+            me.comm.barrier()
+        begun, done = threading.Event(), threading.Event()
+        found: list[Any] = []
+
+        def callback(_: Any) -> None:
+            begun.wait()
+            found.append(me.comm.reset())
+            done.set()
+
+        remove = me.comm.on_failure(callback)
+        _fail(me)
+        everyone = me.comm.reset()
+        generation = me.comm.control.generation
+        d = Survivor(me, case, a2a, [True] * me.world_size).send()
+        begun.set()
+        must(done.wait(20) and found == [everyone], "the callback hears the same:", found)
+        remove()
+        d.wait()
+        d.release()
+        me.comm.barrier()
+        must(me.comm.control.generation == generation, "no new generation")
+
+
 def own_error(me: Any, case: Case) -> dict[str, Any]:
     """Rank 1's own code raises between dispatch and combine, and it calls reset(). The others wait for its combine."""
     with several(me, case, 2) as both:
-        survivor = Survivor(me, _of(case, 0), both[0], [True] * me.world_size)
-        if me.rank == 1:
-            survivor.send().wait()
-            told = {}
-        else:
-            told = raised(survivor.step)
+        return _own_error(me, case, both)
+
+
+def _own_error(me: Any, case: Case, all_to_alls: list[pc.AllToAll]) -> dict[str, Any]:
+    survivor = Survivor(me, _of(case, 0), all_to_alls[0], [True] * me.world_size)
+    if me.rank == 1:
+        survivor.send().wait()
+        told = {}
+    else:
+        told = raised(survivor.step)
+    must(me.comm.reset() == list(range(me.world_size)), "the survivors")
+    _good_steps(me, case, all_to_alls, [True] * me.world_size)
+    return told
+
+
+def with_a_notice(me: Any, case: Case) -> dict[str, Any]:
+    """Rank 1's own code raises with a step open, when no call has said yet that rows of the step before did not fit."""
+    case = replace(case, layout="padded", rows=1, in_flight=2)
+    with several(me, case, 1) as (a2a,):
+        x, ids = torch.ones(4, case.hidden, dtype=DTYPES[case.dtype]), torch.full((4, case.top_k), 3, dtype=torch.int32)  # rank 1's
+        first = a2a.dispatch_send(x, ids)
+        a2a.dispatch_send(x, ids)
+        told = raised(first.wait if me.rank == 1 else first.release)
         must(me.comm.reset() == list(range(me.world_size)), "the survivors")
-        _good_steps(me, case, both, [True] * me.world_size)
+        a2a.check()
+        me.comm.barrier()
         return told
+
+
+def after_an_unsaid_failure(me: Any, case: Case) -> dict[str, Any]:
+    """reset() finds a failure in rank 1's memory that no call has raised. The next reset() of that thread gives up its open step."""
+    with several(me, case, 1) as (a2a,):
+        with contextlib.suppress(pc.PeerError):
+            me.comm.barrier()
+        if me.rank == 1:
+            a2a._steps.device.core.fail("abort", 1, 1, 0, "a word that no call has read")
+        else:
+            until("rank 1 has told of it", lambda: me.comm.failure is not None)
+        must(me.comm.reset() == list(range(me.world_size)), "the survivors")
+        return _own_error(me, case, [a2a])
 
 
 def one_more_dies(me: Any, case: Case, dying: int, place: str, path: str) -> dict[str, Any]:

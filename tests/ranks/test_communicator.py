@@ -303,6 +303,13 @@ def test_close_waits_for_no_callback() -> None:
         assert crew.collect(ranks=[0])[0] < 2.2
 
 
+def test_a_callback_may_wait_for_other_ranks() -> None:
+    with started(3, CASES + "waits_in_a_callback") as crew:
+        crew.all_heard("ready")
+        crew.kill(1)
+        assert crew.collect(ranks=[0, 2]) == [[[0, 2]]] * 2
+
+
 def test_close_waits_for_no_peer() -> None:
     with started(2, CASES + "close_beside_stopped") as crew:
         crew.all_heard("ready")

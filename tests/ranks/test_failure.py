@@ -322,6 +322,13 @@ def test_another_all_to_all_of_the_survivors(transport: str, tmp_path: Path) -> 
         assert crew.leave() == [0, -9, 0]
 
 
+def test_another_all_to_all_of_one_node(tmp_path: Path) -> None:
+    with Crew(4) as crew:
+        crew.start("failure_cases:anew_on_one_node", Case(94, 4, transport="relayed:tcp"), [2, 3], str(tmp_path / "died"))
+        crew.collect(60, [0, 1])
+        assert crew.leave() == [0, 0, -9, -9]
+
+
 @pytest.mark.parametrize("transport", ["mapped", "mixed:tcp"])
 def test_reset_with_replicas(transport: str, tmp_path: Path) -> None:
     """A replica dies: those that are left of its group send its tokens too."""

@@ -258,6 +258,16 @@ def test_no_room_for_all_at_once() -> None:
         assert [told["type"] for told in crew.run("fault_cases:open_under_a_limit", 3.1)] == [""] * 3
 
 
+def test_no_room_for_all_relays() -> None:
+    """They count beside the blocks: no rank that found room for those takes what its mates need for theirs."""
+    relayed = {"node_size": 2, "dedup": "node", "provider": "tcp"}
+    with Crew(4) as crew:
+        for told in crew.run("fault_cases:open_under_a_limit", 3.9, **relayed):
+            assert told.get("is_error"), told
+            assert "the rails" in told["message"] and "this rank's share; a test's limit" in told["message"], told
+        assert [told["type"] for told in crew.run("fault_cases:open_under_a_limit", 4.1, **relayed)] == [""] * 4
+
+
 def test_no_room_to_map() -> None:
     with Crew(2) as crew:
         for rank, told in enumerate(crew.run("fault_cases:out_of_address_space", 1)):

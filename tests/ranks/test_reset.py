@@ -52,6 +52,10 @@ def test_between_calls_of_another_thread(crew: Crews, transport: str) -> None:
     crew.run("reset_cases:between_calls", case_of(transport))
 
 
+def test_before_a_first_step(crew: Crews) -> None:
+    crew.run("reset_cases:before_its_first_step", case_of("mapped"))
+
+
 @pytest.mark.parametrize("transport", CARRIERS)
 def test_open_on_some_ranks(crew: Crews, transport: str) -> None:
     for told, later, latched in crew.run("reset_cases:open_on_some", case_of(transport)):
@@ -59,6 +63,17 @@ def test_open_on_some_ranks(crew: Crews, transport: str) -> None:
         assert "AllToAll 1" in told["message"] and "open on ranks [0, 2] and not on ranks [1]" in told["message"], told
         assert "Close it on ranks [0, 2]" in told["message"], told
         assert later.get("is_peer") and "reset() failed on rank" in latched, (later, latched)
+
+
+@pytest.mark.parametrize("before", ["stop", "drain", "renew"])
+def test_closed_meanwhile(crew: Crews, before: str) -> None:
+    crew.run("reset_cases:closed_meanwhile", case_of("proxy:tcp"), before)
+
+
+def test_closed_while_it_is_rewired(crew: Crews) -> None:
+    for told, later in crew.run("reset_cases:closed_while_it_is_rewired", case_of("proxy:tcp")):
+        assert told.get("is_error") and "this AllToAll is closed" in told["message"], told
+        assert later.get("is_peer"), later
 
 
 def test_nothing_failed(crew: Crews) -> None:
@@ -69,9 +84,23 @@ def test_a_thread_that_comes_late(crew: Crews) -> None:
     crew.run("reset_cases:late_thread", case_of("mapped"))
 
 
+def test_a_callback_that_comes_late(crew: Crews) -> None:
+    crew.run("reset_cases:late_callback", case_of("mapped"))
+
+
 @pytest.mark.parametrize("transport", CARRIERS)
 def test_open_steps_of_a_rank_whose_own_code_raised(crew: Crews, transport: str) -> None:
     for told in crew.run("reset_cases:own_error", case_of(transport))[::2]:
+        assert told.get("is_peer") and told["peer"] == 1 and not told["is_timeout"], told
+
+
+def test_a_notice_that_no_call_has_said(crew: Crews) -> None:
+    for told in crew.run("reset_cases:with_a_notice", case_of("mapped"))[::2]:
+        assert told.get("is_peer") and told["peer"] == 1, told
+
+
+def test_a_failure_that_no_call_has_said(crew: Crews) -> None:
+    for told in crew.run("reset_cases:after_an_unsaid_failure", case_of("mapped"))[::2]:
         assert told.get("is_peer") and told["peer"] == 1 and not told["is_timeout"], told
 
 

@@ -14,7 +14,7 @@ import pytest
 from pplx_comm.control import memfd
 from pplx_comm.control.memfd import allocate, available_bytes
 from pplx_comm.errors import Error
-from pplx_comm.wiring.peers import mapped_range, remote_of_all
+from pplx_comm.wiring.peers import Peers, mapped_range, node_ranks, remote_of_all
 
 
 def test_reserved_sealed_and_nameless() -> None:
@@ -95,3 +95,15 @@ def test_slots_of_mapped_peers() -> None:
 def test_remote_peers_of_all_ranks() -> None:
     assert remote_of_all(*asked(0, 0, 1, 1), [0, 1, 2, 3], []) == {0: {2, 3}, 1: {2, 3}, 2: {0, 1}, 3: {0, 1}}
     assert remote_of_all(*asked(0, 0, 1, 1), [0, 1, 3], {(1, 0): "why"}) == {0: {1, 3}, 1: {0, 3}, 3: {0, 1}}
+
+
+@pytest.mark.parametrize("dedup", ["auto", "node"])
+def test_ranks_of_a_node_that_others_send_to(dedup: str) -> None:
+    """None where all that live are of one node: there is nothing to relay, and no proxy."""
+    request, control = asked(0, 0, 1, 1)
+    request.dedup, request.config.experts_per_rank = dedup, 1
+    assert node_ranks(request, control, Peers([1], [2, 3])) == 2
+    assert node_ranks(request, control, Peers([], [3])) == 2
+    assert node_ranks(request, control, Peers([1], [])) == 0
+    request.dedup = "rank"
+    assert node_ranks(request, control, Peers([1], [2, 3])) == 0
