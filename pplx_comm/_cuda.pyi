@@ -96,11 +96,11 @@ class StreamEvent:
     """
     A place in a stream, which others wait for.
     """
-    def __init__(self) -> None:
+    def __init__(self, device: int) -> None:
         ...
-    def record(self, stream: int) -> None:
+    def record(self, device: int, stream: int) -> None:
         ...
-    def wait(self, stream: int) -> None:
+    def wait(self, device: int, stream: int) -> None:
         ...
 class Exchange:
     def __init__(self, config: pplx_comm._core.Config, own: SharedMemory, peers: collections.abc.Mapping[int, SharedMemory], nodes: collections.abc.Sequence[int], remote: collections.abc.Mapping[int, int], proxied: bool, blocks_on_gpu: bool, gdrcopy: bool, device: int, timeout: float, num_sms: int, large_tokens: int, sending_share: int, counts: bool) -> None:
@@ -135,6 +135,10 @@ class Exchange:
         """
     def fail(self, reason: str, origin: int, peer: int, step: int, message: str) -> None:
         ...
+    def follow(self, stream: int) -> None:
+        """
+        As one of its streams: graphs may have been replayed on it.
+        """
     def lay_relays(self, areas: collections.abc.Mapping[int, SharedMemory], blocks: collections.abc.Mapping[int, SharedMemory]) -> None:
         ...
     def name_networks(self, by_peer: collections.abc.Sequence[str]) -> None:
