@@ -428,10 +428,9 @@ def a_capture_between(me: Any, case: Case) -> None:
 
 def closed_beside_a_replay(me: Any, case: Case) -> None:
     """Rank 0 closes while a graph on its current stream waits for the others, which do not replay theirs."""
-    device, s = gpu_of(me), streams
-    a2a = rank_cases.open_all_to_all(me, case, device=str(device))
-    x = torch.zeros(case.max_tokens, case.hidden, device=device)
-    ids = torch.zeros(case.max_tokens, case.top_k, dtype=torch.int64, device=device)
+    s, a2a = streams, rank_cases.open_all_to_all(me, case, device=str(gpu_of(me)))
+    x = torch.zeros(case.max_tokens, case.hidden, device=a2a.device)
+    ids = torch.zeros(case.max_tokens, case.top_k, dtype=torch.int64, device=a2a.device)
     main, other = s.new(), s.new()
     d = a2a.dispatch(x, ids)
     a2a.combine(d.x, d)
