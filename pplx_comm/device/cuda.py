@@ -137,7 +137,7 @@ class Cuda:
         self._make_event: type[_cuda.StreamEvent] = module.StreamEvent
         self._tokens: type[_cuda.Tokens] = module.Tokens
         self._expert_outputs: type[_cuda.ExpertOutputs] = module.ExpertOutputs
-        self._index = session.device.index
+        self._index = session.device.index or 0  # under the emulation it has none
         self._in_pieces: bool = config.in_pieces
         self._padded = isinstance(session.layout, Padded)
         self._compact = isinstance(session.layout, Compact)
