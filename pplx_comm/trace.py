@@ -382,6 +382,6 @@ def _locked(file: IO[bytes], seconds: float) -> bool:
         except BlockingIOError:
             if time.monotonic() >= until:
                 return False
-            time.sleep(0.002)
+            time.sleep(0.002)  # nothing announces that another process lets go
         else:
             return True

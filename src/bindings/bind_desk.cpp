@@ -55,7 +55,7 @@ std::optional<std::string> in_time(Question& question, std::function<std::string
   return question.answer(until);
 }
 
-// The same with Python's lock.
+// Does what in_time() does, with Python's lock.
 std::optional<std::string> with_lock(Question& question, const std::function<std::string()>& f, Question::Clock::duration limit) {
   if (without_python) return std::nullopt;
   const auto locked = [f]() -> std::string {
@@ -79,7 +79,10 @@ std::string account() {
 std::string answer(const py::function* of_python, const std::string& request) {
   if (request == "facts") return Desk::of_process().facts();
   if (request == "account") return account();
-  if (request == "frames") return in_time(questions->frames, native_frames, kFramesTimeout).value_or("{\"problem\":\"a thread here holds a lock of the loader\"}");
+  if (request == "frames") {
+    const auto found = in_time(questions->frames, native_frames, kFramesTimeout);
+    return found.value_or("{\"problem\":\"a thread here holds a lock of the loader\"}");
+  }
   const auto ask = [of_python, request] { return std::string(py::str((*of_python)(request))); };
   if (const std::optional<std::string> told = with_lock(questions->python, ask, kJobTimeout)) return *told;
   const std::string text = account();

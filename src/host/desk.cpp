@@ -155,14 +155,11 @@ void Desk::serve() {
         std::this_thread::sleep_for(std::chrono::milliseconds(100));
         continue;
       }
-      try {
-        if (may_ask(guest)) answer(guest);
-      } catch (const std::exception&) {   // no memory, for example: it has no answer
-      }
+      if (may_ask(guest)) answer(guest);
       close(guest);
     }
     eventfd_t count = 0;
-    if ((fds[1].revents & POLLIN) != 0 && eventfd_read(fds[1].fd, &count) == 0) answer_("print");
+    if ((fds[1].revents & POLLIN) != 0 && eventfd_read(fds[1].fd, &count) == 0) answer_in_time("print");
   }
 }
 
@@ -173,11 +170,19 @@ void Desk::answer(int guest) const {
   char letter = 0;
   while (request.size() < kLongestRequest && recv(guest, &letter, 1, 0) == 1 && letter != '\n') request += letter;
   if (letter != '\n') return;
-  const std::string text = answer_(request);
+  const std::string text = answer_in_time(request);
   for (std::size_t sent = 0; sent < text.size();) {
     const ssize_t n = send(guest, text.data() + sent, text.size() - sent, MSG_NOSIGNAL);
     if (n <= 0) return;
     sent += static_cast<std::size_t>(n);
+  }
+}
+
+std::string Desk::answer_in_time(const std::string& request) const {
+  try {
+    return answer_(request);
+  } catch (const std::exception&) {   // no memory, for example
+    return "";
   }
 }
 
@@ -207,18 +212,21 @@ std::string Desk::account(const std::string& stacks, bool held) const {
     for (const auto& [number, entry] : entries_) entries.push_back(entry);
   }
   const auto problem = [](const char* what) { return "{\"problem\":" + json(what) + "}"; };
-  for (Entry& entry : entries)
+  for (Entry& entry : entries) {
+    if (!entry.teller) continue;
     entry.question.ask([teller = entry.teller, problem] {
       try {
-        return teller ? teller->tell() : "";
+        return teller->tell();
       } catch (const std::exception& error) {   // a GPU that is lost
         return problem(error.what());
       }
     });
+  }
   const auto until = Question::Clock::now() + kPatience;
   std::string all;
   for (Entry& entry : entries) {
-    const std::string told = entry.question.answer(until).value_or(problem("it does not tell: a thread here is in a call that does not end"));
+    std::string told;
+    if (entry.teller) told = entry.question.answer(until).value_or(problem("it does not tell: a call here does not end"));
     all += (all.empty() ? "" : ",") + std::string("{\"facts\":") + entry.facts + ",\"told\":" + (told.empty() ? "null" : told) + "}";
   }
   return "{\"pid\":" + std::to_string(getpid()) + ",\"host\":" + json(host_name()) + ",\"process\":" + process +

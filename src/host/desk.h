@@ -45,6 +45,7 @@ class Desk {
   };
   void serve();
   void answer(int guest) const;
+  std::string answer_in_time(const std::string& request) const;   // empty: there is none
   static void on_signal(int number, siginfo_t* info, void* context);
 
   mutable std::mutex mutex_;   // held over a fork, so never while something is told

@@ -31,7 +31,7 @@ constexpr Deadline kPassedOn{
     "PASSED_ON", 0.25, "beyond `timeout`: for a word that another warp of this GPU passes on, or rows that a relay waits for"};
 constexpr Deadline kAnswered{
     "ANSWERED", 0.5, "beyond `timeout`: for the sums of a node, whose relay waits for its other ranks"};
-// Where relays wait for one another these are apart by so much more in the emulation, whose ranks have few cores between them.
+// Waits of relays for one another are apart by so much more in the emulation, whose ranks have few cores between them.
 #ifdef PPLX_EMULATION
 constexpr double kApart = 4;
 #else

@@ -380,7 +380,9 @@ def account_of(rank: Any, world_size: Any, **other: Any) -> dict[str, Any]:
     [
         {}, [], 7, {"entries": 3}, {"entries": [{"facts": {"job": 1}}]}, account_of("0", 2), account_of(0, 10**9), account_of(3, 2),
         account_of(0, 2, stacks=None), account_of(0, 2, threads=[1]),
-        account_of(0, 2, entries=[{"facts": {"job": "b", "rank": 0, "world_size": 2, "call": "c", "begun": 0, "peers": [2]}, "told": None}]),
+        account_of(
+            0, 2, entries=[{"facts": {"job": "b", "rank": 0, "world_size": 2, "call": "c", "begun": 0, "peers": [2]}, "told": None}]
+        ),
     ],
 )  # fmt: skip
 def test_dump_leaves_out_what_it_cannot_show(
