@@ -81,9 +81,15 @@ class Rank:
         found = _FRAME.match(frames[0]) if frames else None
         return "{2} ({0}:{1})".format(*found.groups()) if found else ""
 
+    @property
+    def silent(self) -> bool:
+        """An AllToAll does not tell where it stands."""
+        return any("problem" in one for one in self.all_to_alls)
+
     def doing(self) -> list[str]:
-        """Lines for a rank that others wait for, and that waits for none itself."""
-        said = [f"{step.name} is {step}" for step in self.steps] or ["it is in no step"]
+        """Lines for a rank that others wait for, or that does not tell what it waits for."""
+        nothing = "an AllToAll does not tell" if self.silent else "it is in no step"
+        said = [f"{step.name} is {step}" for step in self.steps] or [nothing]
         if self.account["python_held"]:
             said.append("no Python runs: a call into C keeps the interpreter's lock")
         said += [f"{proxy} stands still, inside of the provider or without a core" for proxy in self.stuck_proxies()]
@@ -136,7 +142,8 @@ def table(ranks: dict[int, Rank], numbers: Iterable[int]) -> list[str]:
                 f"{number:>4}  {rank.where:<20} {'-' if step.number is None else step.number:>10}  {step!s:<34} {waits}".rstrip()
             )
         if not rank.steps:
-            lines.append(f"{number:>4}  {rank.where:<20} {'-':>10}  in no step, but in {rank.place}".removesuffix(", but in "))
+            state = "does not tell" if rank.silent else "in no step"
+            lines.append(f"{number:>4}  {rank.where:<20} {'-':>10}  {state}, but in {rank.place}".removesuffix(", but in "))
     return lines
 
 
@@ -152,7 +159,8 @@ def verdicts(ranks: dict[int, Rank], world_size: int) -> list[str]:
         verb = "waits" if by.startswith("rank ") else "wait"
         if number in ranks:
             first, *rest = ranks[number].doing()
-            said += [f"{by} {verb} for rank {number}, which waits for none: {first}", *rest]
+            its = "may wait for any other" if ranks[number].silent else "waits for none"
+            said += [f"{by} {verb} for rank {number}, which {its}: {first}", *rest]
         else:
             said.append(f"{by} {verb} for rank {number}, which does not answer: it is stopped, dead or cut off")
     if said:
@@ -161,8 +169,12 @@ def verdicts(ranks: dict[int, Rank], world_size: int) -> list[str]:
         chain = _cycle(waiting)
         steps = "; ".join(f"rank {one} is in {_towards(ranks[one], other)}" for one, other in itertools.pairwise(chain))
         return [f"ranks {' -> '.join(map(str, chain))} wait for each other: {steps}"]
-    silent = sorted(set(range(world_size)) - ranks.keys())
-    return [f"{_ranks(silent)} {'does' if len(silent) == 1 else 'do'} not answer"] if silent else ["no rank waits for another one"]
+    gone = sorted(set(range(world_size)) - ranks.keys())
+    said = [f"{_ranks(gone)} {'does' if len(gone) == 1 else 'do'} not answer"] if gone else []
+    for number in sorted(number for number, rank in ranks.items() if rank.silent):
+        first, *rest = ranks[number].doing()
+        said += [f"rank {number}: {first}", *rest]
+    return said or ["no rank waits for another one"]
 
 
 def first_lines(number: int, account: Account | None, job: str) -> str:

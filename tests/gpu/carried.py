@@ -56,9 +56,9 @@ class CarriedCombining:
         self.owner, self.inner, self.out = owner, inner, out
 
     def wait(self) -> Any:
-        result = self.owner.back(self.inner.wait(), self.out)
-        self.owner.ended()
-        return result
+        result = self.inner.wait()
+        self.owner.ended()  # before a copy, during which the AllToAll could not tell where it stands
+        return self.owner.back(result, self.out)
 
 
 class Carried:

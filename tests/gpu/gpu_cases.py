@@ -170,6 +170,21 @@ def refused_apart(me: Any, case: Case, pairs: list[tuple[int, int]]) -> str:
     return "it took it"
 
 
+def hangs_in_a_copy(me: Any, case: Case, late: int) -> None:
+    """All ranks but one wait for it in a copy to the host, of rows that its dispatch is to bring."""
+    device = gpu_of(me)
+    with rank_cases.open_all_to_all(me, case, device=str(device)) as a2a:
+        x = torch.ones(case.max_tokens, case.hidden, dtype=DTYPES[case.dtype], device=device)
+        ids = (torch.arange(case.max_tokens * case.top_k, device=device) % case.num_experts).view(-1, case.top_k)
+        me.say("pid", (os.getpid(), me.comm.control.job))
+        if me.rank == late:
+            me.hear()
+        d = a2a.dispatch(x, ids)
+        d.x.cpu()
+        a2a.combine(torch.ones_like(d.x), d)
+        a2a.check()
+
+
 def odd_values(x: torch.Tensor, g: torch.Generator) -> torch.Tensor:
     """Some blocks of x with what quantising has to look at: NaN, infinities, zeros of either sign, the smallest, the largest."""
     limits = torch.finfo(x.dtype)

@@ -161,6 +161,11 @@ def test_gpus_that_do_not_reach_each_other() -> None:
             case = random_case(seed() * 100_000 + 40_000 + number, 4, ("auto:tcp",))
             remote = crew.run("gpu_cases:exchange_apart", replace(case, replicas=1), [(0, 2), (3, 1), (1, 3)], timeout=100)
             assert remote == [[2], [3], [0], [1]]
+        # Relays were not insisted on: none where GPUs of a node do not reach each other.
+        undecided = random_case(seed() * 100_000 + 40_003, 4, ("undecided:tcp",))
+        case = replace(undecided, replicas=1, in_flight=1)
+        assert crew.run("gpu_cases:exchange_apart", case, [(0, 1)], timeout=100) == [[1, 2, 3], [0, 2, 3], [0, 1], [0, 1]]
+        assert crew.run("gpu_cases:on_gpu", "rank_cases:goes_by_node", case, timeout=100) == [True] * 4
         told = crew.run("gpu_cases:refused_apart", Case(seed(), 4), [(0, 2)])
         assert all("transport='mapped'" in text and "rank 0" in text and "rank 2" in text and "'auto'" in text for text in told), (
             told

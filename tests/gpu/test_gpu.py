@@ -306,6 +306,16 @@ def test_dump() -> None:
         crew.collect()
 
 
+def test_dump_beside_a_copy() -> None:
+    """While a copy to pageable memory waits for its kernels CUDA holds up all other copies: the dump says as much."""
+    with Crew(2) as crew:
+        crew.start("gpu_cases:hangs_in_a_copy", Case(16, 2, max_tokens=8), 1)
+        _, job = started(crew)
+        when(r"rank 0: an AllToAll does not tell; its main thread:\n.*in hangs_in_a_copy", "--job", job)
+        crew.tell(1)
+        crew.collect()
+
+
 def test_pci_address() -> None:
     """As sysfs names devices, or no NIC would be found near it."""
     for device in range(GPUS):

@@ -370,6 +370,17 @@ def test_ranks_that_do_not_answer() -> None:
     assert [line.strip() for line in accounts.table(ranks, range(4))[-2:]] == ["2  does not answer", "3  does not answer"]
 
 
+def test_an_all_to_all_that_does_not_tell() -> None:
+    """A copy from a GPU keeps CUDA's calls out: what it waits for is not known."""
+    ranks = {number: of(number, {0: set(), 1: {0}}) for number in (0, 1)}
+    ranks[0].all_to_alls.append({"what": "AllToAll 0", "problem": "a call here does not end"})
+    assert accounts.verdicts(ranks, 2)[0].startswith(
+        "rank 1 waits for rank 0, which may wait for any other: an AllToAll does not tell; "
+    )
+    assert accounts.verdicts({0: ranks[0]}, 1)[0] == "rank 0: an AllToAll does not tell; its main thread:"
+    assert accounts.table(ranks, [0])[1].endswith("-  does not tell")
+
+
 def account_of(rank: Any, world_size: Any, **other: Any) -> dict[str, Any]:
     entry = {"facts": {"job": "aaaaaaaa", "rank": rank, "world_size": world_size}, "told": None}
     return {**of(0, {}).account, "entries": [entry], **other}

@@ -82,7 +82,7 @@ class Nest:
             env={**clean_environment(), "OMP_NUM_THREADS": "1"},
         )
         theirs.close()
-        self._control.settimeout(120)
+        self._control.settimeout(600)
         if self._control.recv(1) != b"!":
             raise RuntimeError("the process that ranks are forked from did not start")
         atexit.register(self.close)
