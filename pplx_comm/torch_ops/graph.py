@@ -7,6 +7,9 @@ from typing import Any
 
 import torch
 
+# torch.compiler.disable, but for the compiler's import, which takes longer than torch's own, at the first call.
+from torch._compile import _disable_dynamo as untraced
+
 from pplx_comm.device.steps import Steps
 from pplx_comm.errors import Error
 from pplx_comm.handles import Dispatched, Plan
@@ -216,7 +219,7 @@ class Graph:
     def _adopt_plan(self, plan: Plan) -> GraphPlan:
         return plan if isinstance(plan, GraphPlan) else self._plan_of(plan)
 
-    @torch.compiler.disable
+    @untraced
     def _linked(self, d: Dispatched) -> GraphDispatched:
         device = self.steps.device
         device.checks.received(d)
@@ -224,7 +227,7 @@ class Graph:
         # The caller's d.weights may change in place; what the backward pass takes may not.
         return GraphDispatched(self, self._plan_of(d.plan), ticket, weights.clone())
 
-    @torch.compiler.disable
+    @untraced
     def _plan_of(self, plan: Plan) -> GraphPlan:
         device = self.steps.device
         device.checks.plan_of(plan, self.steps, device.core.generation, None)
