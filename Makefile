@@ -25,7 +25,7 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build tests-built test test-all bench check check-serving serving-engines serving-kernels check-long two-hosts docs stubs lint \
+.PHONY: build tests-built test test-all test-drawn bench check check-serving serving-engines serving-kernels check-long two-hosts docs stubs lint \
     machine-code carrier-calls mutants mutants-drawn mutants-carrier cpp sanitizers cpp-asan cpp-tsan sim sim-long wheel wheel-stages \
     clean help
 
@@ -83,6 +83,9 @@ test: tests-built  ## the tests, without the slow ones
 
 test-all: tests-built  ## the tests with the slow ones
 	$(pytest) $(side_by_side) -m 'not long'
+
+test-drawn: tests-built  ## these, but of the variants of a test a third, another one at each commit
+	PPLX_TEST_DRAWN=3 $(pytest) $(side_by_side) -m 'not long'
 
 layer := --tokens 1,8,32,128 --hidden 7168 --experts 256 --top-k 8 --wire fp8
 bench: build  ## latency beside the floor: of four processes on this host, then of its GPUs where it has two or more
@@ -165,7 +168,7 @@ cpp-tsan: $(deps)  ## the C++ tests under ThreadSanitizer
 comma := ,
 
 check:  ## everything that a change must pass, and what CI runs; how long each part took
-	$(PYTHON) tools/check.py tests-built lint machine-code sim mutants-drawn sanitizers test-all check-serving
+	$(PYTHON) tools/check.py tests-built lint machine-code sim mutants-drawn sanitizers test-drawn check-serving
 
 # When it was last run stands in tests/README.md.
 check-long: tests-built carrier-calls mutants mutants-carrier  ## what `make check` leaves out: an hour

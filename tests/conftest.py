@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import zlib
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +15,35 @@ import pplx_comm as pc
 
 # Other tests run beside this one: threads of torch would wait for cores more than they compute. Ranks do the same.
 torch.set_num_threads(1)
+
+DRAWN = int(os.environ.get("PPLX_TEST_DRAWN", "1"))
+"""Of the variants of a test one in that many runs, another one at each commit. `make check` says 3."""
+VARIED = {"ranks": 1, "efa": 1, "emulation": 4}
+"""The folders of which this is so, and how many times fewer run of each in any case, unless PPLX_TEST_VOLUME is at least 1."""
+WHOLE = "test_emulation.py"
+"""There they are no fewer."""
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    if float(os.environ.get("PPLX_TEST_VOLUME", "0")) >= 1:
+        return
+    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
+    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()  # nothing where there is no git
+    variants: dict[str, list[pytest.Item]] = {}
+    for item in items:
+        if item.path.parent.name in VARIED:
+            variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
+    left_out = set[pytest.Item]()
+    for of_test in variants.values():
+        of_folder = VARIED[of_test[0].path.parent.name]
+        share = DRAWN * (1 if of_test[0].path.name == WHOLE else of_folder)
+        drawn = {item: zlib.crc32(f"{commit} {item.nodeid}".encode()) for item in of_test}
+        runs = {item for item, number in drawn.items() if number % share == 0}
+        if not runs and (DRAWN == 1 or of_folder == 1):
+            runs = {min(drawn, key=drawn.__getitem__)}
+        left_out.update(drawn.keys() - runs)
+    config.hook.pytest_deselected(items=[item for item in items if item in left_out])
+    items[:] = [item for item in items if item not in left_out]
 
 
 @pytest.fixture(scope="module")
