@@ -8,6 +8,7 @@ import pytest
 from emulation_cases import PARTS
 from harness import Crews
 
+
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda n: f"ep{n}")
 def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
     crews = Crews(request.param, PARTS)
