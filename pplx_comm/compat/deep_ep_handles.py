@@ -121,7 +121,8 @@ class LowLatencyHandle(Handle):
         """Rows, scales, counts, and their step. hook: they are there once it was received. packs: scales as UE8M0."""
         noted = None if waits is None else _noting(lane, "dispatch", waits)
         step = self.dispatch(lane, x, send_only=hook)
-        d = step.rows()
+        d = step.d
+        assert d is not None
         if not packs and stats is None and noted is None:
             return d.x, d.scale, d.counts, step
         packed = _packed_like(d.scale) if packs and d.scale is not None else None

@@ -140,29 +140,29 @@ class Lane:
         """A step takes the memory of the one `IN_FLIGHT` before it, which ends first: on all ranks alike, since they make the same
         calls."""
         self._make_room()
-        halves, sent = _core.SEND if send_only else _core.BOTH, (x, ids, weights, x_scale, None)
-        return self._opened(self.a2a.calls.dispatch(halves, sent))
+        d = self.a2a.calls.dispatch(_core.SEND if send_only else _core.BOTH, (x, ids, weights, x_scale, None))
+        step = Step(self, d)
+        self.steps.append(step)
+        return step
 
     def open_for_combine(self, ids: torch.Tensor) -> Step:
         """A step without rows."""
         self._make_room()
-        return self._opened(self.a2a.open_for_combine(ids))
+        step = Step(self, self.a2a.open_for_combine(ids))
+        self.steps.append(step)
+        return step
 
     def capturing(self) -> bool:
         """True while the current stream's calls go into a CUDA graph."""
         return self._gpu and torch.cuda.is_current_stream_capturing()
 
     def _make_room(self) -> None:
-        if self.capturing():
+        if self._gpu and torch.cuda.is_current_stream_capturing():
             self.captured = True
         if len(self.steps) == IN_FLIGHT:
-            self.steps[0].end()
+            if self.steps[0].d is not None:
+                self.steps[0].end()
             self.steps.popleft()
-
-    def _opened(self, d: Dispatched) -> Step:
-        step = Step(self, d)
-        self.steps.append(step)
-        return step
 
     def end_older(self, step: Step) -> None:
         """Blocks in pieces are combined in the order of their steps, so older steps end. Their handles open new ones."""
@@ -190,17 +190,15 @@ class Pool:
         self.settings = read(Compat)
         self.comm = communicator(self.settings.node_size)
         self._lanes: OrderedDict[Hashable, Lane] = OrderedDict()
-        self._latest: tuple[Hashable, Lane | None] = None, None
+        self.latest: tuple[Hashable, Lane | None] = None, None
+        """The AllToAll of the latest call, behind its key."""
 
     def known(self, key: Hashable) -> Lane | None:
         """The AllToAll of that key."""
-        latest, lane = self._latest
-        if key == latest:
-            return lane
         lane = self._lanes.get(key)
         if lane is not None:
             self._lanes.move_to_end(key)
-            self._latest = key, lane
+            self.latest = key, lane
         return lane
 
     def open(self, key: Hashable, arguments: dict[str, Any]) -> Lane:
@@ -215,7 +213,7 @@ class Pool:
         settings = self.settings
         a2a = AllToAll(self.comm, in_flight=IN_FLIGHT, transport=settings.transport, timeout=settings.timeout, **arguments)
         lane = self._lanes[key] = Lane(a2a)
-        self._latest = key, lane
+        self.latest = key, lane
         return lane
 
     def most(self, call: str, tokens: int) -> int:
@@ -241,7 +239,7 @@ class Pool:
             lane.steps.clear()
             lane.close()
         self._lanes.clear()
-        self._latest = None, None
+        self.latest = None, None
         self.comm.close()
 
 
@@ -257,20 +255,22 @@ class Routes:
 
     def dispatch(self, lane: Lane, x: torch.Tensor, *sent: torch.Tensor | None, send_only: bool = False) -> Step:
         """sent: weights and scales."""
-        self._leave()
-        self.step = lane.dispatch(x, self.ids, *sent, send_only=send_only)
-        return self.step
+        if self.step is not None:
+            self._leave(self.step)
+        self.step = step = lane.dispatch(x, self.ids, *sent, send_only=send_only)
+        return step
 
     def open_step(self, lane: Lane) -> Step:
         """The step to combine on. Where it is closed, a new one."""
         step = self.step
         if step is None or step.lane is not lane or not step.combinable:
-            self._leave()
+            if step is not None:
+                self._leave(step)
             step = self.step = lane.open_for_combine(self.ids)
         return step
 
-    def _leave(self) -> None:
+    @staticmethod
+    def _leave(step: Step) -> None:
         """Ends the step that another one replaces, since no handle has it then. A reset or a close has ended those before it."""
-        step = self.step
-        if step is not None and step.combinable and step in step.lane.steps:
+        if step.combinable and step in step.lane.steps:
             step.end()
