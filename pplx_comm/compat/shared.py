@@ -190,15 +190,17 @@ class Pool:
         self.settings = read(Compat)
         self.comm = communicator(self.settings.node_size)
         self._lanes: OrderedDict[Hashable, Lane] = OrderedDict()
-        self.latest: tuple[Hashable, Lane | None] = None, None
-        """The AllToAll of the latest call, behind its key."""
+        self._latest: tuple[Hashable, Lane | None] = None, None
 
     def known(self, key: Hashable) -> Lane | None:
         """The AllToAll of that key."""
+        latest, lane = self._latest
+        if key == latest:
+            return lane
         lane = self._lanes.get(key)
         if lane is not None:
             self._lanes.move_to_end(key)
-            self.latest = key, lane
+            self._latest = key, lane
         return lane
 
     def open(self, key: Hashable, arguments: dict[str, Any]) -> Lane:
@@ -213,7 +215,7 @@ class Pool:
         settings = self.settings
         a2a = AllToAll(self.comm, in_flight=IN_FLIGHT, transport=settings.transport, timeout=settings.timeout, **arguments)
         lane = self._lanes[key] = Lane(a2a)
-        self.latest = key, lane
+        self._latest = key, lane
         return lane
 
     def most(self, call: str, tokens: int) -> int:
@@ -239,7 +241,7 @@ class Pool:
             lane.steps.clear()
             lane.close()
         self._lanes.clear()
-        self.latest = None, None
+        self._latest = None, None
         self.comm.close()
 
 

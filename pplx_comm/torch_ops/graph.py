@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# torch.compiler.disable, but for the compiler's import, which takes longer than torch's own, at the first call.
+# torch.compiler.disable, but it imports the compiler, which takes as long as torch itself, at the first call.
 from torch._compile import _disable_dynamo as untraced
 
 from pplx_comm.device.steps import Steps
