@@ -17,9 +17,9 @@ import pplx_comm as pc
 torch.set_num_threads(1)
 
 DRAWN = int(os.environ.get("PPLX_TEST_DRAWN", "1"))
-"""Of the variants of a test one in that many runs, another one at each commit. `make check` says 3."""
+"""One variant of a test in that many runs, another one at each commit. `make check` says 3."""
 VARIED = {"ranks": 1, "efa": 1, "emulation": 4}
-"""The folders of which this is so, and how many times fewer run of each in any case, unless PPLX_TEST_VOLUME is at least 1."""
+"""Folders of which this is so, and how many times fewer run of each in any case, unless PPLX_TEST_VOLUME is at least 1."""
 WHOLE = "test_emulation.py"
 """There they are no fewer."""
 
