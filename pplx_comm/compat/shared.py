@@ -157,7 +157,7 @@ class Lane:
         return self._gpu and torch.cuda.is_current_stream_capturing()
 
     def _make_room(self) -> None:
-        if self._gpu and torch.cuda.is_current_stream_capturing():
+        if self.capturing():
             self.captured = True
         if len(self.steps) == IN_FLIGHT:
             if self.steps[0].d is not None:
