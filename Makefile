@@ -26,7 +26,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
 .PHONY: build tests-built test test-all test-drawn bench check check-serving serving-engines serving-kernels check-long two-hosts docs stubs lint \
-    machine-code carrier-calls mutants mutants-drawn mutants-carrier cpp sanitizers cpp-asan cpp-tsan sim sim-long wheel wheel-stages \
+    machine-code machine-code-drawn carrier-calls mutants mutants-drawn mutants-carrier cpp sanitizers sanitizers-drawn cpp-asan cpp-tsan sim sim-long wheel wheel-stages \
     clean help
 
 ifeq ($(strip $(VENV)),)
@@ -119,6 +119,9 @@ lint: build  ## ruff, mypy, allowed imports, the voice of comments, and whether 
 machine-code: $(deps)  ## what the kernels compile to: loads that overlap, sizes, spills
 	$(PY) tools/machine_code.py
 
+machine-code-drawn: $(deps)  ## this for a third of their files, others at each commit
+	$(PY) tools/machine_code.py --drawn
+
 # Minutes: each kernel once more, with the carrier's calls in it.
 carrier-calls: $(deps)  ## what kernels and the host side of transport="nvshmem" ask of NVSHMEM: nothing that waits
 	$(PY) tools/carrier_calls.py
@@ -159,6 +162,9 @@ endef
 sanitizers:  ## the C++ tests under AddressSanitizer and UBSan, and under ThreadSanitizer, side by side
 	$(MAKE) -j2 --no-print-directory --output-sync=target cpp-asan cpp-tsan
 
+sanitizers-drawn: $(deps)  ## one of the two, by the commit
+	$(MAKE) --no-print-directory $$($(PY) tools/drawn.py cpp-asan cpp-tsan)
+
 cpp-asan: $(deps)  ## the C++ tests under AddressSanitizer and UBSan
 	$(call sanitized,asan,address$(comma)undefined)
 
@@ -168,10 +174,10 @@ cpp-tsan: $(deps)  ## the C++ tests under ThreadSanitizer
 comma := ,
 
 check:  ## everything that a change must pass, and what CI runs; how long each part took
-	$(PYTHON) tools/check.py tests-built lint machine-code sim mutants-drawn sanitizers test-drawn check-serving
+	$(PYTHON) tools/check.py tests-built lint machine-code-drawn sim mutants-drawn sanitizers-drawn test-drawn check-serving
 
 # When it was last run stands in tests/README.md.
-check-long: tests-built carrier-calls mutants mutants-carrier  ## what `make check` leaves out: an hour
+check-long: tests-built machine-code sanitizers carrier-calls mutants mutants-carrier  ## what `make check` leaves out: an hour
 	PPLX_TEST_VOLUME=10 $(pytest) $(side_by_side) -m 'long or not long' tests/emulation tests/efa
 
 # The environments of the engines are made once and kept: tools/serving_env.sh says where.

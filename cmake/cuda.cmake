@@ -65,10 +65,6 @@ message(STATUS "CUDA: ${CMAKE_CUDA_COMPILER_VERSION}, architectures ${CMAKE_CUDA
 set(CMAKE_CUDA_STANDARD 17)
 set(CMAKE_CUDA_STANDARD_REQUIRED ON)
 set(CMAKE_CUDA_VISIBILITY_PRESET hidden)
-if(PPLX_CUDA_INSPECT)
-  string(APPEND CMAKE_CUDA_FLAGS " -lineinfo -Xptxas=-v")
-  set(CMAKE_CUDA_COMPILER_LAUNCHER "${PROJECT_SOURCE_DIR}/tools/keep_output.sh")
-endif()
 
 # One file includes every protocol header in device code; a new header joins it by existing.
 file(GLOB headers CONFIGURE_DEPENDS RELATIVE "${PROJECT_SOURCE_DIR}/src" "${PROJECT_SOURCE_DIR}/src/protocol/*.h")

@@ -3,11 +3,9 @@
 from __future__ import annotations
 
 import os
-import subprocess
-import zlib
 from collections.abc import Iterator
-from pathlib import Path
 
+import drawn
 import pytest
 import torch
 
@@ -27,8 +25,6 @@ WHOLE = "test_emulation.py"
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if float(os.environ.get("PPLX_TEST_VOLUME", "0")) >= 1:
         return
-    git = ["git", "-C", str(Path(__file__).parent), "rev-parse", "HEAD"]
-    commit = subprocess.run(git, capture_output=True, text=True).stdout.strip()  # nothing where there is no git
     variants: dict[str, list[pytest.Item]] = {}
     for item in items:
         if item.path.parent.name in VARIED:
@@ -37,11 +33,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for of_test in variants.values():
         of_folder = VARIED[of_test[0].path.parent.name]
         share = DRAWN * (1 if of_test[0].path.name == WHOLE else of_folder)
-        drawn = {item: zlib.crc32(f"{commit} {item.nodeid}".encode()) for item in of_test}
-        runs = {item for item, number in drawn.items() if number % share == 0}
+        runs = [item for item in of_test if drawn.is_drawn(item.nodeid, share)]
         if not runs and (DRAWN == 1 or of_folder == 1):
-            runs = {min(drawn, key=drawn.__getitem__)}
-        left_out.update(drawn.keys() - runs)
+            runs = [min(of_test, key=lambda item: drawn.number(item.nodeid))]
+        left_out.update(item for item in of_test if item not in runs)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
 

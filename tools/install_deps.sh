@@ -36,10 +36,15 @@ if ! command -v promtool >/dev/null && ! system_packages prometheus; then
 fi
 
 [ -x "$venv/bin/python" ] || "${PYTHON:-python3}" -m venv "$venv"
-pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check)
+pip=("$venv/bin/python" -m pip install --quiet --disable-pip-version-check --no-compile)
 
 # torch alone first, and from its own index where one is given: that index has little else.
-"${pip[@]}" -c constraints.txt ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
+"${pip[@]}" -c constraints.txt --no-deps ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} torch
+# uv takes seconds for what takes pip a minute. It reads none of pip's configuration, so that its index may lack what pip finds.
+"${pip[@]}" uv || true
+install() {
+    "$venv/bin/uv" pip install --quiet --python "$venv/bin/python" -c constraints.txt "$@" || "${pip[@]}" -c constraints.txt "$@"
+}
 
 # at_least WANTED HAS: of versions.
 at_least() { [ "$(printf '%s\n' "$@" | sort -V | head -n 1)" = "$1" ]; }
@@ -50,7 +55,7 @@ wanted=$(sed -n 's/^cmake_minimum_required(VERSION \([0-9.]*\).*/\1/p' CMakeList
 has=$(cmake --version 2>/dev/null | sed -n 's/^cmake version \([0-9.]*\).*/\1/p' || true)
 { [ -n "$has" ] && at_least "$wanted" "$has"; } || tools+=("cmake>=$wanted")
 # The mpich wheel brings its own mpirun, which works as root and with more ranks than cores.
-"${pip[@]}" -c constraints.txt scikit-build-core pybind11 numpy mpich mpi4py \
+install torch scikit-build-core pybind11 numpy mpich mpi4py \
     pytest pytest-timeout pytest-xdist hypothesis matplotlib ruff mypy import-linter pybind11-stubgen prometheus_client perfetto "${tools[@]}"
 
 # An older libfabric for tests of the efa provider: that of a wheel whose MPI is not used.

@@ -1,8 +1,8 @@
 """Checks the machine code of the CUDA kernels: what overlaps in the source must overlap there, too.
 
-Disassembles the kernels of src/cuda for sm_90a. They are those of `make build` where that had PPLX_CUDA_INSPECT=ON and the
-compiler of tools/cuda_compiler.txt; else that compiler makes them, with the options of cmake/cuda.cmake. No GPU is needed, nor a
-CUDA toolkit. The rules are tables in this file:
+Compiles the kernels of src/cuda for sm_90a by the compiler of tools/cuda_compiler.txt, with the options of cmake/cuda.cmake, has
+the host's compiler read the C++ files beside them, and disassembles the kernels. No GPU is needed, nor a CUDA toolkit. The rules
+are tables in this file:
 
   loads   In plain kernels of few tokens no load from global memory, and no atomic operation that returns something, is waited for
           before the thread block's first barrier, except those that MAY_WAIT names; and those for one round trip of memory.
@@ -23,24 +23,28 @@ import functools
 import hashlib
 import os
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
+import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
+import drawn
+import pybind11
 import sass
 
 ROOT = Path(__file__).resolve().parent.parent
+CUDA = ROOT / "src" / "cuda"
 BUILD = ROOT / "build" / "machine_code"
-DEV = ROOT / "build" / "dev"
 NEEDS = ROOT / "tools" / "cuda_compiler.txt"
-SOURCES = (
+RULED = (
     "decode/dispatch", "decode/combine", "remote/dispatch", "remote/combine", "large/dispatch", "large/combine",
     "rounds/dispatch",
 )  # fmt: skip
+"""Files whose kernels the rules are for. Others must compile."""
+SHARE = 3
+"""One file in that many is drawn."""
 
 # ---- the rules ----
 
@@ -156,35 +160,11 @@ def options() -> list[str]:
     return ["-O3", "-DNDEBUG", f"-std=c++{standard[1]}", architecture, *found, "-Isrc", "-lineinfo", "-Xptxas=-v"]
 
 
-def is_built() -> bool:
-    """True if build/dev has kernels to look at, made by the compiler that the bounds are for."""
-    cache, about = DEV / "CMakeCache.txt", next(DEV.glob("CMakeFiles/*/CMakeCUDACompiler.cmake"), None)
-    if about is None or not re.search(r"^PPLX_CUDA_INSPECT:\w+=ON$", cache.read_text(), re.M):
-        return False
-    version = re.search(r"^nvidia-cuda-nvcc==(\S+)$", NEEDS.read_text(), re.M)
-    return (
-        version is not None
-        and f'CMAKE_CUDA_COMPILER_VERSION "{version[1]}"' in about.read_text()
-        and re.search(r"^CMAKE_CUDA_ARCHITECTURES:\w+=90a-real$", cache.read_text(), re.M) is not None
-    )
-
-
-def taken(source: str, tools: Path, cubin: Path) -> str:
-    """Takes a file's machine code out of build/dev, and returns what ptxas said."""
-    built = DEV / "CMakeFiles" / "_cuda.dir" / "src" / "cuda" / f"{source}.cu.o"
-    with tempfile.TemporaryDirectory() as folder:
-        run([str(tools / "cuobjdump"), "--extract-elf", "all", str(built)], folder)
-        (found,) = Path(folder).glob("*.cubin")
-        shutil.copyfile(found, cubin)
-    return Path(f"{built}.txt").read_text()
-
-
 def compiled(source: str, tools: Path) -> tuple[Path, str]:
     """A file's machine code, and what ptxas says of it: of an earlier call, if nothing has changed since."""
     files = sorted(path for path in (ROOT / "src").rglob("*") if path.suffix in (".h", ".cuh") or path.match(f"{source}.cu"))
     host = run(["gcc", "--version"]).partition("\n")[0]
-    built = is_built()
-    key = hashlib.sha256(repr((str(ROOT), str(tools), host, options(), built)).encode())
+    key = hashlib.sha256(repr((str(ROOT), str(tools), host, options())).encode())
     for path in files:
         key.update(f"{path}\0".encode() + path.read_bytes())
     name = source.replace("/", "-")
@@ -194,8 +174,14 @@ def compiled(source: str, tools: Path) -> tuple[Path, str]:
         for old in BUILD.glob(f"{name}-*"):
             old.unlink()
         compile_it = [str(tools / "nvcc"), *options(), "-cubin", "-o", str(cubin), f"src/cuda/{source}.cu"]
-        said.write_text(taken(source, tools, cubin) if built else run(compile_it))
+        said.write_text(run(compile_it))
     return cubin, said.read_text()
+
+
+def read(source: Path, tools: Path) -> None:
+    """The host's compiler reads a C++ file, with CUDA's own headers: the emulation has others."""
+    python = [word for path in (pybind11.get_include(), sysconfig.get_path("include")) for word in ("-isystem", path)]
+    run(["g++", "-std=c++17", "-fsyntax-only", "-Isrc", "-isystem", str(tools.parent / "include"), *python, str(source)])
 
 
 def disassembled(cubin: Path, tools: Path) -> list[sass.Function]:
@@ -319,7 +305,10 @@ def check_sizes(sizes: Sizes, bounds: Sizes) -> list[str]:
     ]
 
 
-def check(kernels: list[Kernel], bounds: dict[str, Sizes], may_wait: dict[str, tuple[MayWait, ...]]) -> list[str]:
+def check(
+    kernels: list[Kernel], bounds: dict[str, Sizes], may_wait: dict[str, tuple[MayWait, ...]], whole: bool = True
+) -> list[str]:
+    """`whole`: the kernels are all that there are."""
     wrong = []
     used: set[tuple[str, MayWait]] = set()
     for kernel in kernels:
@@ -330,6 +319,8 @@ def check(kernels: list[Kernel], bounds: dict[str, Sizes], may_wait: dict[str, t
         if kernel.is_mapped_only:
             found += check_loads(kernel, may_wait, used)
         wrong += [f"{kernel.name}: {what}" for what in found]
+    if not whole:
+        return wrong
     wrong += [f"{name}: BOUNDS has it, but there is no such kernel" for name in bounds.keys() - {kernel.name for kernel in kernels}]
     for name, exceptions in may_wait.items():
         wrong += [
@@ -363,17 +354,27 @@ def new_bounds(kernels: list[Kernel]) -> str:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--drawn", action="store_true", help="only of one file in three, others at each commit")
     parser.add_argument("--show", action="store_true", help="print what each kernel has, beside its bound")
     parser.add_argument("--bounds", action="store_true", help="print a new BOUNDS, with 3 %% more code than there is")
     parser.add_argument("--loads", action="store_true", help="print each load before the first barrier, and where it is waited for")
     arguments = parser.parse_args()
     BUILD.mkdir(parents=True, exist_ok=True)
     tools = compiler()
-    if is_built():
-        run(["cmake", "--build", str(DEV), "--target", "_cuda"])
-    with concurrent.futures.ThreadPoolExecutor() as at_once:
-        results = list(at_once.map(lambda source: compiled(source, tools), SOURCES))
-    kernels = [kernel for cubin, said in results for kernel in kernels_of(disassembled(cubin, tools), said)]
+    share = SHARE if arguments.drawn else 1
+    found = sorted(str(path.relative_to(CUDA).with_suffix("")) for path in CUDA.glob("*/*.cu") if path.stem != "protocol_check")
+    sources = [source for source in found if drawn.is_drawn(source, share)]
+    print(f"compiling {', '.join(sources)}", flush=True)
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as at_once:
+        results = {source: at_once.submit(compiled, source, tools) for source in sources}
+        list(at_once.map(lambda path: read(path, tools), [*CUDA.glob("host/**/*.cpp"), *ROOT.glob("src/bindings/cuda/*.cpp")]))
+    kernels = [
+        kernel
+        for source in sources
+        for cubin, said in [results[source].result()]
+        if source in RULED
+        for kernel in kernels_of(disassembled(cubin, tools), said)
+    ]
     if arguments.show:
         print(table(kernels, BOUNDS))
     if arguments.loads:
@@ -381,7 +382,7 @@ def main() -> None:
     if arguments.bounds:
         print(new_bounds(kernels))
         return
-    wrong = check(kernels, BOUNDS, MAY_WAIT)
+    wrong = check(kernels, BOUNDS, MAY_WAIT, whole=not arguments.drawn)
     if wrong:
         sys.exit("\n".join(wrong))
     print(f"{len(kernels)} kernels: their machine code is as tools/machine_code.py wants it")

@@ -20,7 +20,6 @@ import shutil
 import subprocess
 import sys
 import time
-import zlib
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
@@ -28,6 +27,8 @@ from functools import partial
 from pathlib import Path
 from typing import TypeVar
 
+sys.path.append(str(Path(__file__).resolve().parents[2] / "tools"))
+import drawn
 from mutants import CATCHERS, MUTANTS, Catcher, Mutant, Planted
 
 ROOT = Path(__file__).resolve().parent.parent.parent
@@ -40,6 +41,7 @@ LIBRARY = "libpplx_core.a"
 PARTS = ("pplx_core", "pplx_vector_")  # the targets whose objects are in it
 RUN_LIMIT = 120.0  # seconds; the whole tree takes less for each catcher, so a mutant that takes longer hangs
 FASTER = "-O1"  # than what `make build` compiles with: most mutants are caught at once, and compiling them is what takes time
+SHARE = 3  # one mutant in three is drawn
 AT_ONCE = (os.cpu_count() or 1) + 2  # more than cores: some mutants are caught by waiting
 
 T = TypeVar("T")
@@ -70,9 +72,8 @@ def copy_sources(to: Path = SOURCES) -> None:
 def named(mutants: Sequence[P], words: list[str]) -> list[P]:
     """Those whose names have one of the words; without words all."""
     if words == ["--drawn"]:
-        commit = subprocess.run(["git", "rev-parse", "HEAD"], cwd=ROOT, capture_output=True, text=True).stdout.strip()
-        print(f"a third, drawn by commit {commit or 'nothing: there is no git here'}", flush=True)
-        return [m for m in mutants if zlib.crc32(f"{commit} {m.name}".encode()) % 3 == 0]
+        print(f"a part, drawn by commit {drawn.commit() or 'nothing: there is no git here'}", flush=True)
+        return [m for m in mutants if drawn.is_drawn(m.name, SHARE)]
     return [m for m in mutants if not words or any(word.lower() in m.name.lower() for word in words)]
 
 

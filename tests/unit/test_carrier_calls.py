@@ -2,14 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
+import carrier_calls
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-import carrier_calls  # noqa: E402
 
 PUT = "_Z28nvshmemi_transfer_put_signalIL13threadgroup_t0EEvPvS1_mS1_m14nvshmemi_amo_tib"
 QUIET = "_Z23nvshmemi_transfer_quietIL13threadgroup_t0EEvb"

@@ -9,13 +9,12 @@ from dataclasses import replace
 from pathlib import Path
 from typing import NamedTuple
 
+import machine_code
 import pytest
+import sass
+from machine_code import Kernel, MayWait, Sizes
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-import machine_code  # noqa: E402
-import sass  # noqa: E402
-from machine_code import Kernel, MayWait, Sizes  # noqa: E402
 
 LOAD = "LDG.E R4, desc[UR4][R2.64]"
 BARRIER = "BAR.SYNC.DEFER_BLOCKING 0x0"

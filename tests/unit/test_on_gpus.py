@@ -12,12 +12,11 @@ import threading
 import time
 from pathlib import Path
 
+import on_gpus
 import pytest
+from gpu_runs import RUNS, Run
 
 ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-import on_gpus  # noqa: E402
-from gpu_runs import RUNS, Run  # noqa: E402
 
 TWO = on_gpus.Machine(gpus=2, ranks=2)
 

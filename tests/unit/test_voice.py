@@ -2,15 +2,8 @@
 
 from __future__ import annotations
 
-import sys
-from pathlib import Path
-
 import pytest
-
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT / "tools"))
-
-import voice  # noqa: E402
+import voice
 
 PYTHON = '''"""Which rows are sent."""
 rows = 1  # of a step
