@@ -42,7 +42,7 @@ class Step:
     """The part of their work that it waits for."""
 
     def __str__(self) -> str:
-        since = "" if self.us is None else f" for {_seconds(self.us)}" if self.running else f" {_seconds(self.us)} ago"
+        since = "" if self.us is None else f" for {seconds(self.us)}" if self.running else f" {seconds(self.us)} ago"
         return f"{'in' if self.running else 'after'} {self.at}{since}"
 
     @property
@@ -214,5 +214,7 @@ def _ranks(numbers: list[int]) -> str:
     return f"ranks {', '.join(map(str, numbers[:-1]))} and {numbers[-1]}" if numbers else "no rank"
 
 
-def _seconds(us: int) -> str:
+def seconds(us: int) -> str:
+    if us < 1000:
+        return f"{us} us"
     return f"{us / 1e6:.1f} s" if us >= 100_000 else f"{us / 1e3:.1f} ms"

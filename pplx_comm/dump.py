@@ -125,7 +125,7 @@ def details(rank: Rank) -> Iterator[str]:
         for name in ("dispatched", "combined"):
             yield f"  last step that came, {name}: " + " ".join("-" if step is None else str(step) for step in one[name])
         if one["last"]:
-            yield "  last steps: " + ", ".join(f"{step} {us / 1e3:.1f} ms" for step, us in one["last"])
+            yield "  last steps: " + ", ".join(f"{step} {accounts.seconds(us)}" for step, us in one["last"])
     for entry in rank.account["entries"]:
         if "proxy" in entry["facts"] and entry["told"] is not None:
             counts = ", ".join(f"{name} {value}" for name, value in entry["told"].items() if name != "stands_still")

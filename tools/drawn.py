@@ -1,6 +1,6 @@
 """What of many runs at a commit, where all of it takes too long: a part, another one at each commit.
 
-    python tools/drawn.py NAME...      prints one of the names
+As a program it prints one of the names that it is given.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@
 #include <string>
 #include <vector>
 
+#include "../host/counters.h"
 #include "../host/failure.h"
 #include "../host/standing.h"
 #include "../host/step_book.h"
@@ -85,7 +86,7 @@ class OpenSteps {
   }
 
   void close(std::uint32_t step, double now) {
-    last_[book_.closed() % kLast] = {step, now - of(step).opened};
+    last_[book_.closed() % kLastSteps] = {step, now - of(step).opened};
     of(step) = OpenStep();
     book_.close();
   }
@@ -100,8 +101,8 @@ class OpenSteps {
                                                                : Phase::CombineSend;
       s.open.push_back({open.step, phase_name(last), false, now - open.came, {}, ""});
     }
-    for (std::uint64_t n = book_.closed() - std::min<std::uint64_t>(kLast, book_.closed()); n < book_.closed(); ++n)
-      s.last.push_back(last_[n % kLast]);
+    for (std::uint64_t n = book_.closed() - std::min<std::uint64_t>(kLastSteps, book_.closed()); n < book_.closed(); ++n)
+      s.last.push_back(last_[n % kLastSteps]);
   }
 
   void reset() {
@@ -110,11 +111,9 @@ class OpenSteps {
   }
 
  private:
-  static constexpr std::uint32_t kLast = 32;
-
   const Config& config_;
   StepBook book_;
-  Standing::Ended last_[kLast] = {};
+  Standing::Ended last_[kLastSteps] = {};
   std::vector<OpenStep> by_set_;
 };
 

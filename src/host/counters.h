@@ -35,6 +35,9 @@ inline constexpr const char* kTimedNames[kTimed] = {"dispatch_send", "dispatch_r
 // Waits are for the sources of a dispatch, and for those of a combine.
 inline constexpr std::uint32_t kAwaited = 2;
 
+// A dump tells of that many steps which ended.
+inline constexpr std::uint32_t kLastSteps = 32;
+
 // To and from another rank; of oneself there is nothing.
 struct PeerCounters {
   std::uint64_t rows_sent = 0, rows_received = 0;

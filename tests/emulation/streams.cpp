@@ -9,6 +9,7 @@ void Done::set() {
   {
     const std::lock_guard<std::mutex> lock(mutex_);
     set_ = true;
+    when_ = std::chrono::steady_clock::now();
   }
   changed_.notify_all();
 }
@@ -21,6 +22,11 @@ void Done::wait() {
 bool Done::is_set() {
   const std::lock_guard<std::mutex> lock(mutex_);
   return set_;
+}
+
+std::chrono::steady_clock::time_point Done::when() {
+  const std::lock_guard<std::mutex> lock(mutex_);
+  return when_;
 }
 
 void Stream::push(std::function<void()> work) {

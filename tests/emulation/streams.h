@@ -5,6 +5,7 @@
 // gives them to the graph's own streams, one for each that was captured, so that its branches run beside each other, too.
 #pragma once
 
+#include <chrono>
 #include <condition_variable>
 #include <deque>
 #include <memory>
@@ -19,11 +20,13 @@ class Done {
   void set();
   void wait();
   bool is_set();
+  std::chrono::steady_clock::time_point when();   // it was set
 
  private:
   std::mutex mutex_;
   std::condition_variable changed_;
   bool set_ = false;
+  std::chrono::steady_clock::time_point when_;
 };
 
 class Stream;

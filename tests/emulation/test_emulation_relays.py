@@ -14,7 +14,7 @@ from failure_cases import LATE
 from harness import Crew, Crews, seed
 from open_step_cases import small_case
 from relay_cases import damages
-from test_dump import awaited, late_for, rows, started, when
+from test_dump import awaited, late_for, rows, shows_ranks_between_halves, started, when
 from test_failure import left_in_shm
 
 pytestmark = ON_X86_64
@@ -184,10 +184,16 @@ def test_dump(transport: str) -> None:
     with Crew(4) as crew:
         crew.start("emulated:call", module(), "dump_cases:hangs", Case(16, 4, transport=transport, max_tokens=8), 2, None)
         pids, job = started(crew)
-        said = when(rows(pids, awaited(transport), ""), "--job", job)
+        said = when(rows(pids, awaited(transport), " for [0-9.]+ m?s"), "--job", job)
         assert f"{late_for(transport)}, which waits for none: it is in no step" in said, said
         crew.tell(2)
         crew.collect()
+
+
+@pytest.mark.parametrize("transport", ["mapped", "mixed:tcp"])
+def test_dump_between_halves(transport: str) -> None:
+    with Crew(3) as crew:
+        shows_ranks_between_halves(crew, ["emulated:call", module()], Case(23, 3, transport=transport, max_tokens=8))
 
 
 def test_blame_of_a_rank_that_relays_for_nobody() -> None:

@@ -20,7 +20,7 @@ from cases import WIRES, Case, random_case
 from gpus import APART, AT_ONCE, ENDS, GPUS, fewest
 from harness import Crew, Crews, clean_environment, seed
 from memcheck_rank import SIZES
-from test_dump import started, when
+from test_dump import shows_ranks_between_halves, started, when
 from test_failure import CLOSED, NOTICED, left_in_shm
 
 from pplx_comm.gpus import cuda_module
@@ -301,9 +301,15 @@ def test_dump() -> None:
     with Crew(2) as crew:
         crew.start("gpu_cases:on_gpu", "dump_cases:hangs", Case(16, 2, transport="mapped", max_tokens=8), 1, None)
         _, job = started(crew)
-        when("rank 0 waits for rank 1, which waits for none: it is in no step", "--job", job)
+        said = when("rank 0 waits for rank 1, which waits for none: it is in no step", "--job", job)
+        assert re.search(r"in dispatch_recv for [0-9.]+ m?s", said), said
         crew.tell(1)
         crew.collect()
+
+
+def test_dump_between_halves() -> None:
+    with Crew(2) as crew:
+        shows_ranks_between_halves(crew, ["gpu_cases:on_gpu"], Case(23, 2, max_tokens=8))
 
 
 def test_dump_beside_a_copy() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import logging
 import os
+from collections.abc import Callable
 from typing import Any
 
 import rank_cases
@@ -27,13 +28,32 @@ def hold_python(fifo: str) -> None:
     os.close(fd)
 
 
-def step(a2a: Any, case: Case) -> None:
-    """Every rank has rows for each other one."""
-    x = torch.ones(case.max_tokens, case.hidden, dtype=DTYPES[case.dtype])
-    ids = torch.arange(case.max_tokens * case.top_k).view(-1, case.top_k) % case.num_experts
-    d = a2a.dispatch(x, ids)
-    a2a.combine(torch.ones(d.x.shape, dtype=x.dtype), d)
+def step(a2a: Any, case: Case, between: Callable[[str], None] | None = None) -> None:
+    """Every rank has rows for each other one. `between` is called between halves, with the one that has ended."""
+    x = torch.ones(case.max_tokens, case.hidden, dtype=DTYPES[case.dtype], device=a2a.device)
+    ids = torch.arange(case.max_tokens * case.top_k, device=a2a.device).view(-1, case.top_k) % case.num_experts
+    if between is None:
+        d = a2a.dispatch(x, ids)
+        a2a.combine(torch.ones(d.x.shape, dtype=x.dtype, device=x.device), d)
+    else:
+        d = a2a.dispatch_send(x, ids)
+        between("dispatch_send")
+        a2a.dispatch_recv(d)
+        between("dispatch_recv")
+        sums = a2a.combine_send(torch.ones(d.x.shape, dtype=x.dtype, device=x.device), d)
+        between("combine_send")
+        a2a.combine_recv(sums)
     a2a.check()
+
+
+def stays_between_halves(me: Any, case: Case) -> None:
+    """Each rank between others."""
+    with rank_cases.open_all_to_all(me, case) as a2a:
+        for _ in range(2):
+            step(a2a, case)
+        me.say("pid", (os.getpid(), me.comm.control.job))
+        stay = ("dispatch_send", "dispatch_recv", "combine_send")[me.rank]
+        step(a2a, case, lambda ended: me.hear() if ended == stay else None)
 
 
 def hangs(me: Any, case: Case, late: int, fifo: str | None) -> None:

@@ -95,6 +95,26 @@ def test_a_late_rank(transport: str) -> None:
     assert not [one for one in desks.ask_all("facts") if one.pid in pids]
 
 
+def shows_ranks_between_halves(crew: Crew, entry: list[str], case: Case) -> None:
+    """None waits for another one, since all have sent what these need: each says what ended last, and how long ago."""
+    crew.start(*entry, "dump_cases:stays_between_halves", case)
+    pids, job = started(crew)
+    halves = ("dispatch_send", "dispatch_recv", "combine_send")[: case.world_size]
+    lines = [rf"^ +{rank}  \S+:{pids[rank]} +3  after {half} [0-9.]+ m?s ago.*" for rank, half in enumerate(halves)]
+    said = when("(?ms)" + "".join(lines) + "no rank waits for another one", "--job", job)
+    one = shown(str(pids[0]), "--stacks")
+    assert re.search(r"last steps: 1 [0-9.]+ [mu]?s, 2 [0-9.]+ [mu]?s\n", one), said + one
+    for rank in range(case.world_size):
+        crew.tell(rank)
+    crew.collect()
+
+
+@pytest.mark.parametrize("transport", ["mapped", "mixed:tcp"])
+def test_between_halves(transport: str) -> None:
+    with Crew(3) as crew:
+        shows_ranks_between_halves(crew, [], Case(23, 3, transport=transport, max_tokens=8))
+
+
 def test_frames_of_cpp() -> None:
     """Threads of the program and of the library wait in C++."""
     with Crew(4) as crew:

@@ -90,6 +90,11 @@ struct PutCounts {
   std::uint64_t posted[kMaxInFlight][kOps][kMostParts][kMaxPeers];  // puts for the peer
 };
 
+// Launches of a step that a timeline tells apart: both halves of a dispatch and of a combine. One launch of both counts as the first.
+inline constexpr std::uint32_t kLaunchesOfStep = 4;
+constexpr std::uint32_t launch_of(Op op, bool sends) { return (op == Op::Dispatch ? 0 : 2) + (sends ? 0 : 1); }
+inline constexpr std::uint32_t kStampBegun = 0, kStampEnded = 1, kStampStep = 2, kStampWords = 3;   // words of a stamp
+
 // The counts of kernels, replays among them: device memory, one of an AllToAll. Rows of each local expert follow.
 struct DeviceCounters {
   struct Rows {
@@ -100,11 +105,13 @@ struct DeviceCounters {
   unsigned long long waited[kAwaited][kMaxPeers];                 // nanoseconds: sums over steps
   unsigned long long times[kTimed][kTimeBuckets], nanoseconds[kTimed];
   unsigned long long large[kAwaited];                             // launches, halves too
+  // The latest steps, by number mod kLastSteps: when their halves began and ended in the thread block that counts, by the GPU's clock.
+  struct Step {
+    std::uint64_t number, begun[kLaunchesOfStep], ended[kLaunchesOfStep];   // indexed by launch_of(); older than the first: an older step's
+  };
+  std::uint64_t made;                                             // when the AllToAll was
+  Step latest[kLastSteps];
 };
-
-// Launches of a step that a timeline tells apart: both halves of a dispatch and of a combine. One launch of both counts as the first.
-inline constexpr std::uint32_t kLaunchesOfStep = 4;
-inline constexpr std::uint32_t kStampBegun = 0, kStampEnded = 1, kStampStep = 2, kStampWords = 3;   // words of a stamp
 
 // Common to all launches of an AllToAll.
 struct Common {

@@ -72,8 +72,7 @@ struct SpanTimer {
 // Keeps when this launch began and when its first thread ends, where a benchmark or a timeline asks.
 __device__ inline void stamp(const Common& k, Op op, std::uint32_t step, bool sends, std::uint64_t begun) {
   if (k.stamps == nullptr || blockIdx.x != 0 || threadIdx.x != 0) return;
-  const std::uint32_t launch = (op == Op::Dispatch ? 0 : 2) + (sends ? 0 : 1);
-  std::uint64_t* const to = k.stamps + (std::uint64_t{step % k.stamp_steps} * kLaunchesOfStep + launch) * kStampWords;
+  std::uint64_t* const to = k.stamps + (std::uint64_t{step % k.stamp_steps} * kLaunchesOfStep + launch_of(op, sends)) * kStampWords;
   to[kStampBegun] = begun;
   to[kStampStep] = step;
   store_release(to + kStampEnded, nanoseconds());

@@ -21,6 +21,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(
   if (!begin_combine(a, step, kCombineWarps, s)) return;
   s.entries[threadIdx.x] = entry;  // registers are for the sums meanwhile
   if (a.recv) begin_to_close(k, step);
+  if (threadIdx.x / 32 == kCombineWarps - 1) keep_begun(k, Op::Combine, step, a.send, a.recv, begun);
   bool rounds = false;
   if constexpr (!kMappedOnly) {
     rounds = k.heap.in_pieces && s.many != 0;
@@ -44,7 +45,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(
   }
   mark_stage(k, step, Stage::CombineEnds);
   stamp(k, Op::Combine, step, a.send, begun);
-  end_launch(k, Op::Combine, a.send, a.recv, false, begun);
+  end_launch(k, Op::Combine, step, a.send, a.recv, false, begun);
 }
 
 }  // namespace

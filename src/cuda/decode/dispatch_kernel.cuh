@@ -51,11 +51,14 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_con
     } else {
       if (warp == kPublisher) read_step(a, s.send);
       step = hear_step(k, s.send);
+      if (warp == kObserver) keep_begun(k, Op::Dispatch, step, true, a.recv, begun);
       if (warp == kPublisher) publish_dispatch<kMappedOnly>(a, s.send);
     }
   } else if (!find_open_step(a, step)) {
     if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);
     return;
+  } else if (warp == kObserver) {
+    keep_begun(k, Op::Dispatch, step, false, true, begun);
   }
   if (a.recv) {
     const Experts experts{words + align_up(k.c.num_experts, kNumbersOfVec16), k.expert_vec16s};
@@ -73,7 +76,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_con
   }
   mark_stage(k, step, Stage::DispatchEnds);
   stamp(k, Op::Dispatch, step, a.send, begun);
-  end_launch(k, Op::Dispatch, a.send, a.recv, false, begun);
+  end_launch(k, Op::Dispatch, step, a.send, a.recv, false, begun);
 }
 
 // more: bytes of shared memory behind the places of experts.

@@ -162,6 +162,9 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   if (counts) {
     check(cudaMalloc(reinterpret_cast<void**>(&common_.counters), counter_bytes(common_)), "cudaMalloc of the counters");
     check(cudaMemsetAsync(common_.counters, 0, counter_bytes(common_), own_stream_), "cudaMemset of the counters");
+    check(launch_clock(&common_.counters->made, own_stream_), "launching the clock");
+    made_ = std::make_unique<StreamEvent>(cudaEventDefault);
+    made_->record(own_stream_);
   }
   check(cudaMalloc(reinterpret_cast<void**>(&controls_), kControls * sizeof(Control)), "cudaMalloc of the Controls");
   common_.control = controls_ + common_.generation % kControls;
@@ -337,6 +340,10 @@ void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
   leave_blank(common_.c, *memory_.own, own_stream_);
   forget_chunk_counts();
   forget_round_counts();
+  if (DeviceCounters* const d = common_.counters) {
+    check(cudaMemsetAsync(d->latest, 0, sizeof d->latest, own_stream_), "cudaMemsetAsync");
+    check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
+  }
   common_.generation = generation;
   common_.control = controls_ + generation % kControls;
   rebuild_order(alive);

@@ -196,6 +196,7 @@ class Exchange {
   void for_each_signal(const Visit& visit) const;   // visit(set, op, part, peer, number among those that were read)
 #endif
   FirstFailure first_;
+  std::unique_ptr<StreamEvent> made_;   // at DeviceCounters::made: what tells the GPU's time while no kernel can
   std::unique_ptr<Timeline> timeline_;
   const ForkCheck fork_;
   std::shared_ptr<HostHeap> host_;

@@ -63,13 +63,19 @@ class OnDevice {
 // A place in a stream of the current device, which work on other streams waits for.
 class StreamEvent {
  public:
-  StreamEvent() { check(cudaEventCreateWithFlags(&handle_, cudaEventDisableTiming), "cudaEventCreate"); }
+  explicit StreamEvent(unsigned flags = cudaEventDisableTiming) { check(cudaEventCreateWithFlags(&handle_, flags), "cudaEventCreate"); }
   ~StreamEvent() { cudaEventDestroy(handle_); }
   StreamEvent(const StreamEvent&) = delete;
   StreamEvent& operator=(const StreamEvent&) = delete;
 
   void record(cudaStream_t stream) { check(cudaEventRecord(handle_, stream), "cudaEventRecord"); }
   void wait(cudaStream_t stream) const { check(cudaStreamWaitEvent(stream, handle_, 0), "cudaStreamWaitEvent"); }
+  // The GPU's time from another one on. Both are of cudaEventDefault, and behind them.
+  double seconds_since(const StreamEvent& earlier) const {
+    float ms = 0;
+    check(cudaEventElapsedTime(&ms, earlier.handle_, handle_), "cudaEventElapsedTime");
+    return ms / 1e3;
+  }
 
  private:
   cudaEvent_t handle_ = nullptr;

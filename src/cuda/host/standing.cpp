@@ -1,4 +1,5 @@
 // Derives where an AllToAll stands on a GPU from the words in its memory, and in the proxy's: they say what has come, and so what has not.
+#include <algorithm>
 #include <array>
 #include <cstring>
 #include <set>
@@ -7,6 +8,48 @@
 #include "exchange.h"
 
 namespace pplx::cuda {
+namespace {
+
+// When halves of the latest steps began and ended, as the thread block that counts has kept it. Without counts nothing is known.
+class Latest {
+ public:
+  Latest(const DeviceCounters* counters, double seconds) : counters_(counters) {
+    if (counters != nullptr) now_ = counters->made + static_cast<std::uint64_t>(1e9 * seconds);
+  }
+
+  // Seconds since then; below 0: it has not, or that is not known.
+  double since_begun(std::uint32_t step, Op op, bool sends) const {
+    const DeviceCounters::Step* const s = of(step);
+    return s == nullptr ? -1 : since(*s, s->begun[launch_of(op, sends)]);
+  }
+  double since_ended(std::uint32_t step, Op op, bool sends) const {
+    const DeviceCounters::Step* const s = of(step);
+    const std::uint32_t launch = launch_of(op, sends);
+    return s == nullptr || s->ended[launch] < s->begun[launch] ? -1 : since(*s, s->ended[launch]);
+  }
+  // Seconds from its dispatch until its combine had come; below 0: it has not, or that is not known.
+  double took(std::uint32_t step) const {
+    const DeviceCounters::Step* const s = of(step);
+    const std::uint32_t last = launch_of(Op::Combine, false);
+    if (s == nullptr || s->begun[last] < s->begun[0] || s->ended[last] < s->begun[last]) return -1;
+    return static_cast<double>(s->ended[last] - s->begun[0]) / 1e9;
+  }
+
+ private:
+  const DeviceCounters::Step* of(std::uint32_t step) const {
+    if (counters_ == nullptr) return nullptr;
+    const DeviceCounters::Step& s = counters_->latest[step % kLastSteps];
+    return s.number == step && s.begun[0] != 0 ? &s : nullptr;
+  }
+  double since(const DeviceCounters::Step& s, std::uint64_t at) const {
+    return at < s.begun[0] ? -1 : static_cast<double>(now_ - std::min(now_, at)) / 1e9;
+  }
+
+  const DeviceCounters* const counters_;
+  std::uint64_t now_ = 0;
+};
+
+}  // namespace
 
 Standing Exchange::standing() const {
   std::unique_lock<std::mutex> lock(mutex_);   // not for long: a call or a reset must not wait for what follows
@@ -26,6 +69,11 @@ Standing Exchange::standing() const {
   const auto copy = [&](void* to, const void* from, std::size_t bytes) {
     check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, own_stream_), "cudaMemcpyAsync");
   };
+  const auto counters = std::make_unique<DeviceCounters>();
+  StreamEvent now(cudaEventDefault);
+  // First: of a half that it says has ended, the words that follow have come.
+  if (k.counters != nullptr) copy(counters.get(), k.counters, sizeof *counters);
+  now.record(own_stream_);
   copy(control.get(), k.control, sizeof *control);
   copy(memory.data() + h.arrival, own->data() + h.arrival, memory.size() - h.arrival);
   const auto mapped = [&](std::uint32_t peer) { return ((k.remote | k.dead) >> peer & 1) == 0; };
@@ -34,6 +82,7 @@ Standing Exchange::standing() const {
       if (mapped(peer)) copy(&header_of(set, peer), own->data() + h.slot_at(c, set, Op::Combine, peer), kVec16Bytes);
   check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
 
+  const Latest latest(k.counters == nullptr ? nullptr : counters.get(), made_ == nullptr ? 0 : now.seconds_since(*made_));
   Standing s;
   s.device = "cuda";
   s.launches.emplace_back(1, explain(1));
@@ -77,13 +126,27 @@ Standing Exchange::standing() const {
       }
       return std::vector<std::uint32_t>(ranks.begin(), ranks.end());
     };
-    Standing::Open open{step, phase_name(Phase::DispatchRecv), true, -1, missing(Op::Dispatch, 0), "the dispatch block"};
-    const bool combines = (word & kClosing) != 0;
-    if (open.peers.empty() && combines)
-      open = {step, phase_name(Phase::CombineRecv), true, -1, missing(Op::Combine, relays.skipped), "the combine block"};
-    open.running = combines || !open.peers.empty();
-    s.open.push_back(std::move(open));
+    const auto in_half = [&](Phase phase, Op op, bool sends) -> Standing::Open {
+      const double ago = latest.since_ended(step, op, sends), since = latest.since_begun(step, op, sends);
+      return {step, phase_name(phase), ago < 0 && since >= 0, ago < 0 ? since : ago, {}, ""};
+    };
+    const auto awaiting = [&](Phase phase, Op op, std::vector<std::uint32_t> peers, const char* what) -> Standing::Open {
+      return {step, phase_name(phase), true, latest.since_begun(step, op, false), std::move(peers), what};
+    };
+    std::vector<std::uint32_t> blocks = missing(Op::Dispatch, 0);
+    if (latest.since_begun(step, Op::Dispatch, true) >= 0 && latest.since_begun(step, Op::Dispatch, false) < 0)
+      s.open.push_back(in_half(Phase::DispatchSend, Op::Dispatch, true));
+    else if (!blocks.empty())
+      s.open.push_back(awaiting(Phase::DispatchRecv, Op::Dispatch, std::move(blocks), "the dispatch block"));
+    else if ((word & kClosing) != 0)
+      s.open.push_back(awaiting(Phase::CombineRecv, Op::Combine, missing(Op::Combine, relays.skipped), "the combine block"));
+    else if (latest.since_begun(step, Op::Combine, true) >= 0)
+      s.open.push_back(in_half(Phase::CombineSend, Op::Combine, true));
+    else
+      s.open.push_back(in_half(Phase::DispatchRecv, Op::Dispatch, false));
   }
+  for (std::uint32_t step = s.next_step - kLastSteps; step != s.next_step; ++step)
+    if (const double took = latest.took(step); took >= 0) s.last.push_back({step, took});
   return s;
 }
 

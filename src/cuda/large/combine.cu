@@ -127,6 +127,7 @@ __global__ void __launch_bounds__(How::kThreads, 1) combine(const __grid_constan
   s.prepare(warp);
   std::uint32_t step = 0;
   if (!begin_combine(a, step, 0, s)) return;
+  if (warp == 0) keep_begun(k, Op::Combine, step, a.send, a.recv, begun);
   if (a.recv) begin_to_close(k, step);
   count_step(a, s.rows_begin);
   How::template work<T>(a, step, s, reinterpret_cast<char*>(words), warp);
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(How::kThreads, 1) combine(const __grid_constan
   mark_stage(k, step, Stage::CombineEnds);
   SpanTimer::end(k);
   stamp(k, Op::Combine, step, a.send, begun);
-  end_launch(k, Op::Combine, a.send, a.recv, true, begun);
+  end_launch(k, Op::Combine, step, a.send, a.recv, true, begun);
 }
 
 template <typename T, typename How>

@@ -290,9 +290,12 @@ __global__ void __launch_bounds__(kLargeThreads, 1) dispatch(const __grid_consta
       __syncthreads();
     }
     step = s.plan.step;
+    if (threadIdx.x / 32 == kTeller) keep_begun(k, Op::Dispatch, step, true, a.recv, begun);
     send_large<Mode, kHooks, kRounds>(a, s, experts, launched, words);
   } else if (!kRounds && !is_open()) {
     return;
+  } else if (threadIdx.x / 32 == kTeller) {
+    keep_begun(k, Op::Dispatch, step, false, true, begun);
   }
   if (a.recv) {
     receive_large<kHooks, kRounds>(a, step, s, experts);
@@ -302,7 +305,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1) dispatch(const __grid_consta
   mark_stage(k, step, Stage::DispatchEnds);
   SpanTimer::end(k);
   stamp(k, Op::Dispatch, step, a.send, begun);
-  end_launch(k, Op::Dispatch, a.send, a.recv, true, begun);
+  end_launch(k, Op::Dispatch, step, a.send, a.recv, true, begun);
 }
 
 }  // namespace

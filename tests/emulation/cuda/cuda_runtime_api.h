@@ -30,6 +30,7 @@ enum cudaMemcpyKind { cudaMemcpyHostToDevice = 1, cudaMemcpyDefault = 4 };
 enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive };
 enum cudaMemoryType { cudaMemoryTypeHost = 1, cudaMemoryTypeDevice = 2 };
 enum : unsigned {
+  cudaEventDefault = 0,
   cudaEventDisableTiming = 2,
   cudaStreamNonBlocking = 1,
   cudaHostAllocPortable = 1,
@@ -138,6 +139,9 @@ inline cudaError_t cudaEventDestroy(cudaEvent_t event) { return delete event, cu
 inline cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) { return emulation::stream_of(stream).record(*event); }
 inline cudaError_t cudaEventQuery(cudaEvent_t event) {
   return event->done && !event->done->is_set() ? cudaErrorNotReady : cudaSuccess;
+}
+inline cudaError_t cudaEventElapsedTime(float* ms, cudaEvent_t from, cudaEvent_t until) {
+  return *ms = std::chrono::duration<float, std::milli>(until->done->when() - from->done->when()).count(), cudaSuccess;
 }
 
 // ---- launches ----
