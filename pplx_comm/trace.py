@@ -8,9 +8,8 @@ PPLX_COMM_TRACE=FILE does both without a change to the program, when a Communica
 one file; files of several hosts are joined by `cat`. A rank that cannot have the file at once writes one of its own beside it.
 
 A rank has a track for each of its threads, with the phases of a step (on a GPU their launches) and the products of MoE layers; on
-a GPU one for each set of an AllToAll, with its kernels, but not those of graphs from before start(); one for each NIC, with the
-writes that it was given; and one with what the network said: a write has left, or a peer's is here, where an arrow ends that comes
-from its post.
+a GPU one for each set of an AllToAll, with its kernels, replays among them; one for each NIC, with the writes that it was given;
+and one with what the network said: a write has left, or a peer's is here, where an arrow ends that comes from its post.
 
 Where pplx_comm._cuda_stages is installed (`make wheel-stages`, or a build with -DPPLX_CUDA_STAGES=ON) and tracing starts before
 the process's first AllToAll on a GPU, that module's kernels run, which take a little longer: of the latest 32 steps each stage has

@@ -1,4 +1,4 @@
-"""What of many runs at a commit, where all of it takes too long: a part, another one at each commit.
+"""Draws what runs at a commit where all of it would take too long: a part, another one at each commit.
 
 As a program it prints one of the names that it is given.
 """

@@ -55,14 +55,9 @@ class Cuda:
     def synchronize(self) -> None:
         torch.cuda.synchronize()
 
-    def stamps(self, a2a: Any, steps: int) -> torch.Tensor:
-        """int64 [steps, 2], nanoseconds: launches from now on note there when they begin."""
-        stamps = torch.zeros(steps, 4, 3, dtype=torch.int64, device=self.device)
-        a2a._steps.device.core.stamp(stamps.data_ptr(), steps)
-        return stamps[:, ::2, 0]  # launches that send
-
-    def no_stamps(self, a2a: Any) -> None:
-        a2a._steps.device.core.stamp(0, 0)
+    def begins(self, a2a: Any, steps: int) -> list[int]:
+        """Nanoseconds: when the dispatch and the combine of each of the latest steps began."""
+        return a2a._steps.device.core.begins(steps)  # type: ignore[no-any-return]
 
     def large_launches(self, a2a: Any) -> int:
         """Launches of large dispatches and combines."""

@@ -1,6 +1,6 @@
 """device="cuda" under the clock: kernel times from one graph of many pairs, the floor, and the peers, in one run.
 
-A graph has --pairs dispatches and combines, each on its own input, so that L2 is not warm. Each launch stamps its start with
+A graph has --pairs dispatches and combines, each on its own input, so that L2 is not warm. Each launch keeps its start by
 the GPU's clock; a time is the difference to the start of the next launch. Figures are of the slowest rank, pair by pair; a round
 trip is a dispatch and a combine of one rank.
 
@@ -306,16 +306,14 @@ class Size:
 
         dispatch: list[float] = []
         combine: list[float] = []
-        stamps = self._device.stamps(a2a, pairs)
 
         def split() -> None:
             a2a.check()
-            gaps = [(b - a) / 1000 for a, b in itertools.pairwise(sorted(stamps.flatten().tolist()))]
+            gaps = [(b - a) / 1000 for a, b in itertools.pairwise(self._device.begins(a2a, pairs))]
             dispatch.extend(gaps[0::2])
             combine.extend(gaps[1::2])
 
         wall = self._replay(lambda: self.pairs(a2a), pairs, split)
-        self._device.no_stamps(a2a)
         halves = self._replay(lambda: self._pairs_in_halves(a2a), pairs)
         a2a.check()
         # Both phases of one rank: the slowest dispatch and the slowest combine of a step may be those of two ranks, one of which

@@ -21,6 +21,7 @@ from typing import Any
 
 import chaos_cases
 import failure_cases
+import numpy as np
 import outcomes
 import rank_cases
 import torch
@@ -31,6 +32,7 @@ from rank_cases import Runner
 from reference import same_bits
 
 import pplx_comm as pc
+from pplx_comm import trace
 from pplx_comm.device import cuda as device_of_cuda
 from pplx_comm.gpus import cuda_module
 from pplx_comm.wiring import nvshmem
@@ -465,6 +467,31 @@ def killed(me: Any, case: Case, victim: int) -> Any:
     me.comm.barrier()
     a2a.close()
     return peer, at
+
+
+def traced_replays(me: Any, case: Case) -> list[tuple[int, ...]]:
+    """A timeline begins when the graph is there. Returns step, begin and end of its kernels."""
+    device = gpu_of(me)
+    x = torch.ones(case.max_tokens, case.hidden, dtype=DTYPES[case.dtype], device=device)
+    ids = (torch.arange(case.max_tokens * case.top_k, device=device) % case.num_experts).view(-1, case.top_k)
+    with rank_cases.open_all_to_all(me, case, device=str(device)) as a2a:
+        a2a.warmup()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            for _ in range(2):
+                d = a2a.dispatch(x, ids)
+                a2a.combine(d.x, d)
+        graph.replay()
+        torch.cuda.synchronize()
+        trace.start()
+        for _ in range(case.steps):
+            graph.replay()
+        torch.cuda.synchronize()
+        a2a.check()
+        trace.stop()
+        spans = np.frombuffer(cuda_module().read_trace(), trace._SPAN)
+    kernels = spans[spans["what"] == trace._KERNEL]
+    return sorted(tuple(int(kernel[name]) for name in ("step", "begun", "ended")) for kernel in kernels)
 
 
 def old_graph(me: Any, case: Case) -> None:

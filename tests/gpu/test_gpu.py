@@ -5,6 +5,7 @@ python -m pytest tests/gpu          # everything that this machine can run
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 import shutil
@@ -320,6 +321,17 @@ def test_dump_beside_a_copy() -> None:
         when(r"rank 0: an AllToAll does not tell; its main thread:\n.*in hangs_in_a_copy", "--job", job)
         crew.tell(1)
         crew.collect()
+
+
+def test_replays_in_a_timeline() -> None:
+    """One has the kernels of graphs that were captured before it began, in their order."""
+    case = Case(18, 2, max_tokens=8, steps=3)
+    with Crew(2) as crew:
+        for kernels in crew.run("gpu_cases:traced_replays", case):
+            steps = [step for step, _, _ in kernels]
+            assert steps == [step for step in range(steps[0], steps[0] + 2 * case.steps) for _ in ("dispatch", "combine")], kernels
+            assert all(begun < ended for _, begun, ended in kernels), kernels
+            assert all(a[2] <= b[1] for a, b in itertools.pairwise(kernels)), kernels
 
 
 def test_pci_address() -> None:

@@ -42,12 +42,10 @@ class Cpu:
 
     def synchronize(self) -> None: ...
 
-    def stamps(self, a2a: AllToAll, steps: int) -> torch.Tensor:
-        """As a dispatch and a combine, one after the other, would stamp."""
+    def begins(self, a2a: AllToAll, steps: int) -> list[int]:
+        """As of a dispatch and a combine, one after the other."""
         dispatch, combine = took(*opened[id(a2a)])
-        return torch.arange(steps)[:, None] * (dispatch + combine) + torch.tensor([1000, 1000 + dispatch])
-
-    def no_stamps(self, a2a: AllToAll) -> None: ...
+        return [1000 + step * (dispatch + combine) + after for step in range(steps) for after in (0, dispatch)]
 
     def large_launches(self, a2a: AllToAll) -> int:
         return int(opened[id(a2a)][0]) * 7

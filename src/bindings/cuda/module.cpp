@@ -290,11 +290,9 @@ void bind_exchange(py::module_& m) {
           "0 ends it.")
 #endif
       .def(
-          "stamp", [](Exchange& e, Address stamps, std::uint32_t steps) { e.stamp(pointer<std::uint64_t>(stamps), steps); },
-          py::arg("stamps"), py::arg("steps"),
-          "Device memory, int64 [steps, 4, 3]: when the dispatch, its receive half, the combine and its receive half began and ended, "
-          "in ns, and the step; 0 ends it.")
-      .def("note_kernels", &Exchange::note_kernels, Unlocked(), "A timeline has the kernels that are launched from now on.")
+          "begins", &Exchange::begins, py::arg("steps"), Unlocked(),
+          "When the dispatch and the combine of each of the latest steps began, in ns by the GPU's clock.")
+      .def("note_kernels", &Exchange::note_kernels, Unlocked(), "A timeline has the kernels that end from now on.")
       .def("tell_kernels", &Exchange::tell_kernels, Unlocked(), "Adds those that have ended to what read_trace() returns.")
       .def(
           "fail",

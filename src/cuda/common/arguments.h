@@ -90,10 +90,15 @@ struct PutCounts {
   std::uint64_t posted[kMaxInFlight][kOps][kMostParts][kMaxPeers];  // puts for the peer
 };
 
-// Launches of a step that a timeline tells apart: both halves of a dispatch and of a combine. One launch of both counts as the first.
-inline constexpr std::uint32_t kLaunchesOfStep = 4;
-constexpr std::uint32_t launch_of(Op op, bool sends) { return (op == Op::Dispatch ? 0 : 2) + (sends ? 0 : 1); }
-inline constexpr std::uint32_t kStampBegun = 0, kStampEnded = 1, kStampStep = 2, kStampWords = 3;   // words of a stamp
+// When the halves of a step began and ended in the first thread block, by the GPU's clock. The latest steps are kept, by number: a half
+// that began before the first one is an older step's, and one that ended before it began has not ended.
+inline constexpr std::uint32_t kHalves = 4, kKeptSteps = 4096;
+constexpr std::uint32_t half_of(Op op, bool sends) { return (op == Op::Dispatch ? 0 : 2) + (sends ? 0 : 1); }
+struct KeptStep {
+  std::uint64_t number, begun[kHalves], ended[kHalves];
+  bool has_begun(std::uint32_t half) const { return begun[0] != 0 && begun[half] >= begun[0]; }
+  bool has_ended(std::uint32_t half) const { return has_begun(half) && ended[half] >= begun[half]; }
+};
 
 // The counts of kernels, replays among them: device memory, one of an AllToAll. Rows of each local expert follow.
 struct DeviceCounters {
@@ -105,12 +110,7 @@ struct DeviceCounters {
   unsigned long long waited[kAwaited][kMaxPeers];                 // nanoseconds: sums over steps
   unsigned long long times[kTimed][kTimeBuckets], nanoseconds[kTimed];
   unsigned long long large[kAwaited];                             // launches, halves too
-  // The latest steps, by number mod kLastSteps: when their halves began and ended in the thread block that counts, by the GPU's clock.
-  struct Step {
-    std::uint64_t number, begun[kLaunchesOfStep], ended[kLaunchesOfStep];   // indexed by launch_of(); older than the first: an older step's
-  };
-  std::uint64_t made;                                             // when the AllToAll was
-  Step latest[kLastSteps];
+  std::uint64_t made;                                             // when the AllToAll was, by the GPU's clock
 };
 
 // Common to all launches of an AllToAll.
@@ -153,9 +153,8 @@ struct Common {
   Control* control = nullptr;
   Report* report = nullptr;
   PartSizes dispatch_parts, combine_parts;  // blocks for other nodes have them
-  std::uint64_t* stamps = nullptr;  // benchmarks and timelines: [step mod stamp_steps][kLaunchesOfStep][kStampWords]
   DeviceCounters* counters = nullptr;  // none: nothing is counted
-  std::uint32_t stamp_steps = 0;
+  KeptStep* kept = nullptr;  // [step mod kKeptSteps], where it is counted
   std::uint64_t rails = 0;  // remote peers that have slots here: with relays not all have
 #ifdef PPLX_CUDA_STAGES
   std::uint64_t* stages = nullptr;  // [stage_steps][kStagesOfStep][stage_warps], then [kSpanNames][stage_warps]

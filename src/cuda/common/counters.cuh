@@ -49,36 +49,42 @@ __device__ inline void count_step(const CombineArguments& a, const std::uint32_t
   add_relaxed(&k.counters->combined[peer].received, sent);
 }
 
-// When a launch begins, where that is counted or kept.
-__device__ inline std::uint64_t begin_launch(const Common& k) { return k.stamps != nullptr || counts_here(k) ? nanoseconds() : 0; }
+// The first thread block has a part of most steps, and so works for as long as any: it keeps when a launch began, and when it ended.
+__device__ inline bool keeps_here(const Common& k) { return k.counters != nullptr && blockIdx.x == 0; }
 
-// Keeps that, once the launch knows its step: until it ends this is all that there is of it. By one warp,
-// which releases nothing soon: that would wait for it.
+// When a launch begins, where that is counted or kept.
+__device__ inline std::uint64_t begin_launch(const Common& k) { return keeps_here(k) || counts_here(k) ? nanoseconds() : 0; }
+
+// Keeps that, once the launch knows its step: until it ends this is all that there is of it. By one warp, which releases nothing soon: that
+// would wait for it.
 __device__ inline void keep_begun(const Common& k, Op op, std::uint32_t step, bool sends, bool receives, std::uint64_t begun) {
-  if (threadIdx.x % 32 != 0 || !counts_here(k)) return;
-  DeviceCounters::Step& latest = k.counters->latest[step % kLastSteps];
-  if (op == Op::Dispatch && sends) store_relaxed(&latest.number, step);
-  if (sends) store_relaxed(&latest.begun[launch_of(op, true)], begun);
-  if (receives) store_relaxed(&latest.begun[launch_of(op, false)], begun);
+  if (threadIdx.x % 32 != 0 || !keeps_here(k)) return;
+  KeptStep& kept = k.kept[step % kKeptSteps];
+  if (op == Op::Dispatch && sends) store_relaxed(&kept.number, step);
+  if (sends) store_relaxed(&kept.begun[half_of(op, true)], begun);
+  if (receives) store_relaxed(&kept.begun[half_of(op, false)], begun);
 }
 
 // Counts a launch, at the end of the thread block that counts: one thread.
-static __device__ __noinline__ void count_launch(const Common& k, Op op, std::uint32_t step, bool sends, bool receives, bool large,
-                                                 std::uint64_t begun) {
+static __device__ __noinline__ void count_launch(const Common& k, Op op, bool sends, bool receives, bool large, std::uint64_t begun) {
   const bool combines = op == Op::Combine;
   const Timed send = combines ? Timed::CombineSend : Timed::DispatchSend, recv = combines ? Timed::CombineRecv : Timed::DispatchRecv;
   const auto timed = static_cast<int>(!receives ? send : !sends ? recv : combines ? Timed::Combine : Timed::Dispatch);
-  const std::uint64_t ended = nanoseconds(), ns = ended - begun, us = ns / 1000;
+  const std::uint64_t ns = nanoseconds() - begun, us = ns / 1000;
   const std::uint32_t bucket = us == 0 ? 0 : min(64 - static_cast<std::uint32_t>(__clzll(static_cast<long long>(us))), kTimeBuckets - 1);
   add_relaxed(&k.counters->times[timed][bucket], 1ull);
   add_relaxed(&k.counters->nanoseconds[timed], static_cast<unsigned long long>(ns));
   if (large) add_relaxed(&k.counters->large[combines], 1ull);
-  DeviceCounters::Step& latest = k.counters->latest[step % kLastSteps];
-  if (sends) store_relaxed(&latest.ended[launch_of(op, true)], ended);
-  if (receives) store_relaxed(&latest.ended[launch_of(op, false)], ended);
 }
 __device__ inline void end_launch(const Common& k, Op op, std::uint32_t step, bool sends, bool receives, bool large, std::uint64_t begun) {
-  if (threadIdx.x == 0 && counts_here(k)) count_launch(k, op, step, sends, receives, large, begun);
+  if (threadIdx.x != 0) return;
+  if (keeps_here(k)) {
+    KeptStep& kept = k.kept[step % kKeptSteps];
+    const std::uint64_t ended = nanoseconds();
+    if (sends) store_relaxed(&kept.ended[half_of(op, true)], ended);
+    if (receives) store_relaxed(&kept.ended[half_of(op, false)], ended);
+  }
+  if (counts_here(k)) count_launch(k, op, sends, receives, large, begun);
 }
 
 }  // namespace pplx::cuda

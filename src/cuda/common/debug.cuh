@@ -1,4 +1,4 @@
-// Instruments of kernels: stages, launch times, delays. A build without their macros has none of the first and the last.
+// Instruments of kernels: stages, delays. A build without their macros has none.
 #pragma once
 
 #include "arguments.h"
@@ -68,15 +68,6 @@ struct SpanTimer {
   __device__ static void end(const Common&) {}
 };
 #endif
-
-// Keeps when this launch began and when its first thread ends, where a benchmark or a timeline asks.
-__device__ inline void stamp(const Common& k, Op op, std::uint32_t step, bool sends, std::uint64_t begun) {
-  if (k.stamps == nullptr || blockIdx.x != 0 || threadIdx.x != 0) return;
-  std::uint64_t* const to = k.stamps + (std::uint64_t{step % k.stamp_steps} * kLaunchesOfStep + launch_of(op, sends)) * kStampWords;
-  to[kStampBegun] = begun;
-  to[kStampStep] = step;
-  store_release(to + kStampEnded, nanoseconds());
-}
 
 // ---- delays for tests ----
 

@@ -44,7 +44,6 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(
     close_set(k, step);
   }
   mark_stage(k, step, Stage::CombineEnds);
-  stamp(k, Op::Combine, step, a.send, begun);
   end_launch(k, Op::Combine, step, a.send, a.recv, false, begun);
 }
 

@@ -75,7 +75,6 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_con
     if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);
   }
   mark_stage(k, step, Stage::DispatchEnds);
-  stamp(k, Op::Dispatch, step, a.send, begun);
   end_launch(k, Op::Dispatch, step, a.send, a.recv, false, begun);
 }
 

@@ -162,6 +162,9 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   if (counts) {
     check(cudaMalloc(reinterpret_cast<void**>(&common_.counters), counter_bytes(common_)), "cudaMalloc of the counters");
     check(cudaMemsetAsync(common_.counters, 0, counter_bytes(common_), own_stream_), "cudaMemset of the counters");
+    const std::size_t kept = kKeptSteps * sizeof *common_.kept;
+    check(cudaMalloc(reinterpret_cast<void**>(&common_.kept), kept), "cudaMalloc of the steps that are kept");
+    check(cudaMemsetAsync(common_.kept, 0, kept, own_stream_), "cudaMemset of the steps that are kept");
     check(launch_clock(&common_.counters->made, own_stream_), "launching the clock");
     made_ = std::make_unique<StreamEvent>(cudaEventDefault);
     made_->record(own_stream_);
@@ -260,6 +263,7 @@ Exchange::~Exchange() {
   host_.reset();
   cudaFree(controls_);
   cudaFree(common_.counters);
+  cudaFree(common_.kept);
   cudaFree(chunk_memory_);
   cudaFree(round_counts_);
 #ifdef PPLX_CARRIER
@@ -340,8 +344,8 @@ void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
   leave_blank(common_.c, *memory_.own, own_stream_);
   forget_chunk_counts();
   forget_round_counts();
-  if (DeviceCounters* const d = common_.counters) {
-    check(cudaMemsetAsync(d->latest, 0, sizeof d->latest, own_stream_), "cudaMemsetAsync");
+  if (common_.kept != nullptr) {
+    check(cudaMemsetAsync(common_.kept, 0, kKeptSteps * sizeof *common_.kept, own_stream_), "cudaMemsetAsync");
     check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
   }
   common_.generation = generation;
@@ -573,7 +577,7 @@ void Exchange::note_kernels() {
   const OnDevice on(device_);
   const CaptureElsewhere capture;
   if (timeline_ == nullptr) timeline_ = std::make_unique<Timeline>(own_stream_);
-  stamp(timeline_->stamps(), Timeline::kSteps);
+  timeline_->begin(kept());
 #ifdef PPLX_CUDA_STAGES
   const std::uint32_t warps = sms_of_gpu(device_) * kMostWarps;
   note_stages(timeline_->stages(warps), Timeline::kStageSteps, warps);
@@ -582,12 +586,29 @@ void Exchange::note_kernels() {
 
 void Exchange::tell_kernels() {
   const std::lock_guard<std::mutex> lock(mutex_);
-  if (timeline_ != nullptr) timeline_->tell(common_.c);
+  if (timeline_ == nullptr) return;
+  const OnDevice on(device_);
+  const CaptureElsewhere capture;
+  timeline_->tell(common_.c, kept());
 }
 
-void Exchange::stamp(std::uint64_t* stamps, std::uint32_t steps) {
-  common_.stamps = stamps;
-  common_.stamp_steps = std::max(1u, steps);
+std::vector<KeptStep> Exchange::kept() const {
+  std::vector<KeptStep> steps(common_.kept == nullptr ? 0 : kKeptSteps);
+  if (!steps.empty()) copy_now(steps.data(), common_.kept, steps.size() * sizeof steps[0], own_stream_);
+  return steps;
+}
+
+std::vector<std::uint64_t> Exchange::begins(std::uint32_t steps) const {
+  if (common_.kept == nullptr) throw Misuse("begins: nothing is kept with PPLX_COMM_STATS=0");
+  const OnDevice on(device_);
+  std::vector<KeptStep> latest = kept();
+  std::sort(latest.begin(), latest.end(), [](const KeptStep& a, const KeptStep& b) { return a.begun[0] > b.begun[0]; });
+  latest.resize(std::min<std::size_t>(steps, latest.size()));
+  std::vector<std::uint64_t> begins;
+  for (const KeptStep& step : latest)
+    for (const Op op : {Op::Combine, Op::Dispatch}) begins.push_back(step.begun[half_of(op, true)]);
+  std::reverse(begins.begin(), begins.end());
+  return begins;
 }
 
 }  // namespace pplx::cuda

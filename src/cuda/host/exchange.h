@@ -143,12 +143,14 @@ class Exchange {
 #ifdef PPLX_CUDA_STAGES
   void note_stages(std::uint64_t* stages, std::uint32_t steps, std::uint32_t warps);  // Common::stages
 #endif
-  void stamp(std::uint64_t* stamps, std::uint32_t steps);  // Common::stamps
-  void note_kernels();  // in a timeline, from the next launches on that are not in a graph yet
+  // When the launches that send began in the latest steps: two numbers of a step.
+  std::vector<std::uint64_t> begins(std::uint32_t steps) const;
+  void note_kernels();  // in a timeline, from now on
   void tell_kernels();  // to this module's Trace, those that have ended
 
  private:
   bool all_ended(double seconds) const;   // on the current device
+  std::vector<KeptStep> kept() const;     // on it, too: as in memory; none where nothing is counted
   void listen();
   void rebuild_order(const std::vector<bool>& alive);
   void write_control(std::uint32_t generation, const Control& value);

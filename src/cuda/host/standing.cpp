@@ -10,43 +10,37 @@
 namespace pplx::cuda {
 namespace {
 
-// When halves of the latest steps began and ended, as the thread block that counts has kept it. Without counts nothing is known.
+// When halves of the latest steps began and ended. Without counts nothing is known.
 class Latest {
  public:
-  Latest(const DeviceCounters* counters, double seconds) : counters_(counters) {
-    if (counters != nullptr) now_ = counters->made + static_cast<std::uint64_t>(1e9 * seconds);
-  }
+  Latest(std::vector<KeptStep> kept, std::uint64_t now) : kept_(std::move(kept)), now_(now) {}
 
   // Seconds since then; below 0: it has not, or that is not known.
   double since_begun(std::uint32_t step, Op op, bool sends) const {
-    const DeviceCounters::Step* const s = of(step);
-    return s == nullptr ? -1 : since(*s, s->begun[launch_of(op, sends)]);
+    const KeptStep* const s = of(step);
+    const std::uint32_t half = half_of(op, sends);
+    return s != nullptr && s->has_begun(half) ? between(s->begun[half], now_) : -1;
   }
   double since_ended(std::uint32_t step, Op op, bool sends) const {
-    const DeviceCounters::Step* const s = of(step);
-    const std::uint32_t launch = launch_of(op, sends);
-    return s == nullptr || s->ended[launch] < s->begun[launch] ? -1 : since(*s, s->ended[launch]);
+    const KeptStep* const s = of(step);
+    const std::uint32_t half = half_of(op, sends);
+    return s != nullptr && s->has_ended(half) ? between(s->ended[half], now_) : -1;
   }
-  // Seconds from its dispatch until its combine had come; below 0: it has not, or that is not known.
+  // From its dispatch until its combine had come.
   double took(std::uint32_t step) const {
-    const DeviceCounters::Step* const s = of(step);
-    const std::uint32_t last = launch_of(Op::Combine, false);
-    if (s == nullptr || s->begun[last] < s->begun[0] || s->ended[last] < s->begun[last]) return -1;
-    return static_cast<double>(s->ended[last] - s->begun[0]) / 1e9;
+    const KeptStep* const s = of(step);
+    const std::uint32_t last = half_of(Op::Combine, false);
+    return s != nullptr && s->has_ended(last) ? between(s->begun[0], s->ended[last]) : -1;
   }
 
  private:
-  const DeviceCounters::Step* of(std::uint32_t step) const {
-    if (counters_ == nullptr) return nullptr;
-    const DeviceCounters::Step& s = counters_->latest[step % kLastSteps];
-    return s.number == step && s.begun[0] != 0 ? &s : nullptr;
+  const KeptStep* of(std::uint32_t step) const {
+    return !kept_.empty() && kept_[step % kKeptSteps].number == step ? &kept_[step % kKeptSteps] : nullptr;
   }
-  double since(const DeviceCounters::Step& s, std::uint64_t at) const {
-    return at < s.begun[0] ? -1 : static_cast<double>(now_ - std::min(now_, at)) / 1e9;
-  }
+  static double between(std::uint64_t from, std::uint64_t until) { return static_cast<double>(until - std::min(from, until)) / 1e9; }
 
-  const DeviceCounters* const counters_;
-  std::uint64_t now_ = 0;
+  const std::vector<KeptStep> kept_;
+  const std::uint64_t now_;
 };
 
 }  // namespace
@@ -69,11 +63,15 @@ Standing Exchange::standing() const {
   const auto copy = [&](void* to, const void* from, std::size_t bytes) {
     check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, own_stream_), "cudaMemcpyAsync");
   };
-  const auto counters = std::make_unique<DeviceCounters>();
+  // First: what a half that has ended waited for is there in the words that follow.
+  std::vector<KeptStep> kept(k.kept == nullptr ? 0 : kKeptSteps);
+  std::uint64_t made = 0;
   StreamEvent now(cudaEventDefault);
-  // First: of a half that it says has ended, the words that follow have come.
-  if (k.counters != nullptr) copy(counters.get(), k.counters, sizeof *counters);
-  now.record(own_stream_);
+  if (!kept.empty()) {
+    copy(kept.data(), k.kept, kept.size() * sizeof kept[0]);
+    copy(&made, &k.counters->made, sizeof made);
+    now.record(own_stream_);
+  }
   copy(control.get(), k.control, sizeof *control);
   copy(memory.data() + h.arrival, own->data() + h.arrival, memory.size() - h.arrival);
   const auto mapped = [&](std::uint32_t peer) { return ((k.remote | k.dead) >> peer & 1) == 0; };
@@ -82,7 +80,8 @@ Standing Exchange::standing() const {
       if (mapped(peer)) copy(&header_of(set, peer), own->data() + h.slot_at(c, set, Op::Combine, peer), kVec16Bytes);
   check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
 
-  const Latest latest(k.counters == nullptr ? nullptr : counters.get(), made_ == nullptr ? 0 : now.seconds_since(*made_));
+  const std::uint64_t since_made = kept.empty() ? 0 : static_cast<std::uint64_t>(1e9 * now.seconds_since(*made_));
+  const Latest latest(std::move(kept), made + since_made);
   Standing s;
   s.device = "cuda";
   s.launches.emplace_back(1, explain(1));

@@ -134,7 +134,6 @@ __global__ void __launch_bounds__(How::kThreads, 1) combine(const __grid_constan
   if (a.recv) close_set(k, step);
   mark_stage(k, step, Stage::CombineEnds);
   SpanTimer::end(k);
-  stamp(k, Op::Combine, step, a.send, begun);
   end_launch(k, Op::Combine, step, a.send, a.recv, true, begun);
 }
 

@@ -304,7 +304,6 @@ __global__ void __launch_bounds__(kLargeThreads, 1) dispatch(const __grid_consta
   if (a.send) leave_plan(a, s.last);
   mark_stage(k, step, Stage::DispatchEnds);
   SpanTimer::end(k);
-  stamp(k, Op::Dispatch, step, a.send, begun);
   end_launch(k, Op::Dispatch, step, a.send, a.recv, true, begun);
 }
 
