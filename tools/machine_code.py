@@ -64,7 +64,7 @@ class Sizes:
 # 96 registers in dispatch and in sums, 168 in other kernels of combine. `--show` prints the sizes, `--bounds` a new table.
 BOUNDS: dict[str, Sizes] = {
     "decode::dispatch<Quantised<2>, true, false>": Sizes(111616, 96, 96, 24, 32),
-    "decode::dispatch<Quantised<4>, true, false>": Sizes(112000, 96, 96, 8, 8),
+    "decode::dispatch<Quantised<4>, true, false>": Sizes(112000, 96, 96, 24, 32),
     "decode::dispatch<AsIs, true, false>": Sizes(108544, 96, 96, 24, 32),
     "decode::combine<Float32, true, 4>": Sizes(47104, 145, 80, 0, 0),
     "decode::combine<Float32, true, 2>": Sizes(45056, 103, 80, 0, 0),

@@ -49,22 +49,6 @@ __device__ inline void count_step(const CombineArguments& a, const std::uint32_t
   add_relaxed(&k.counters->combined[peer].received, sent);
 }
 
-// The first thread block has a part of most steps, and so works for as long as any: it keeps when a launch began, and when it ended.
-__device__ inline bool keeps_here(const Common& k) { return k.counters != nullptr && blockIdx.x == 0; }
-
-// When a launch begins, where that is counted or kept.
-__device__ inline std::uint64_t begin_launch(const Common& k) { return keeps_here(k) || counts_here(k) ? nanoseconds() : 0; }
-
-// Keeps that, once the launch knows its step: until it ends this is all that there is of it. By one warp, which releases nothing soon: that
-// would wait for it.
-__device__ inline void keep_begun(const Common& k, Op op, std::uint32_t step, bool sends, bool receives, std::uint64_t begun) {
-  if (threadIdx.x % 32 != 0 || !keeps_here(k)) return;
-  KeptStep& kept = k.kept[step % kKeptSteps];
-  if (op == Op::Dispatch && sends) store_relaxed(&kept.number, step);
-  if (sends) store_relaxed(&kept.begun[half_of(op, true)], begun);
-  if (receives) store_relaxed(&kept.begun[half_of(op, false)], begun);
-}
-
 // Counts a launch, at the end of the thread block that counts: one thread.
 static __device__ __noinline__ void count_launch(const Common& k, Op op, bool sends, bool receives, bool large, std::uint64_t begun) {
   const bool combines = op == Op::Combine;
@@ -76,15 +60,37 @@ static __device__ __noinline__ void count_launch(const Common& k, Op op, bool se
   add_relaxed(&k.counters->nanoseconds[timed], static_cast<unsigned long long>(ns));
   if (large) add_relaxed(&k.counters->large[combines], 1ull);
 }
-__device__ inline void end_launch(const Common& k, Op op, std::uint32_t step, bool sends, bool receives, bool large, std::uint64_t begun) {
-  if (threadIdx.x != 0) return;
-  if (keeps_here(k)) {
-    KeptStep& kept = k.kept[step % kKeptSteps];
-    const std::uint64_t ended = nanoseconds();
-    if (sends) store_relaxed(&kept.ended[half_of(op, true)], ended);
-    if (receives) store_relaxed(&kept.ended[half_of(op, false)], ended);
+// When a launch begins and ends, in two threads: in thread 0 of the last thread block, for the counts, and in the first block, which has a
+// part of most steps and so works for as long as any, for what is kept. keeper: a warp of it that releases nothing soon, which would wait for
+// what it has stored.
+class LaunchTime {
+ public:
+  __device__ LaunchTime(const Common& k, std::uint32_t keeper)
+      : k_(k), keeper_(keeper), begun_(keeps() || counts_here(k) ? nanoseconds() : 0) {}
+
+  // Once the step is known: until the launch ends this is all that there is of it.
+  __device__ void keep(Op op, std::uint32_t step, bool sends, bool receives) const {
+    if (!keeps()) return;
+    KeptStep& kept = k_.kept[step % kKeptSteps];
+    if (op == Op::Dispatch && sends) store_relaxed(&kept.number, step);
+    if (sends) store_relaxed(&kept.begun[half_of(op, true)], begun_);
+    if (receives) store_relaxed(&kept.begun[half_of(op, false)], begun_);
   }
-  if (counts_here(k)) count_launch(k, op, sends, receives, large, begun);
-}
+  __device__ void end(Op op, std::uint32_t step, bool sends, bool receives, bool large) const {
+    if (keeps()) {
+      KeptStep& kept = k_.kept[step % kKeptSteps];
+      const std::uint64_t ended = nanoseconds();
+      if (sends) store_relaxed(&kept.ended[half_of(op, true)], ended);
+      if (receives) store_relaxed(&kept.ended[half_of(op, false)], ended);
+    }
+    if (threadIdx.x == 0 && counts_here(k_)) count_launch(k_, op, sends, receives, large, begun_);
+  }
+
+ private:
+  __device__ bool keeps() const { return threadIdx.x == 32 * keeper_ && blockIdx.x == 0 && k_.counters != nullptr; }
+  const Common& k_;
+  const std::uint32_t keeper_;
+  const std::uint64_t begun_;
+};
 
 }  // namespace pplx::cuda

@@ -12,7 +12,7 @@ template <typename T, bool kMappedOnly, int kSent>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(const __grid_constant__ CombineArguments a) {
   PPLX_SHARED(typename CombineExtras<kMappedOnly>::Shared, s);
   const Common& k = a.common;
-  const std::uint64_t begun = begin_launch(k);
+  const LaunchTime time(k, kCombineWarps - 1);
   mark_stage(k, 0, Stage::CombineBegins);
   Places places;
   if (a.send) load_first_places<kMappedOnly>(a, places);
@@ -21,7 +21,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(
   if (!begin_combine(a, step, kCombineWarps, s)) return;
   s.entries[threadIdx.x] = entry;  // registers are for the sums meanwhile
   if (a.recv) begin_to_close(k, step);
-  if (threadIdx.x / 32 == kCombineWarps - 1) keep_begun(k, Op::Combine, step, a.send, a.recv, begun);
+  time.keep(Op::Combine, step, a.send, a.recv);
   bool rounds = false;
   if constexpr (!kMappedOnly) {
     rounds = k.heap.in_pieces && s.many != 0;
@@ -44,7 +44,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(
     close_set(k, step);
   }
   mark_stage(k, step, Stage::CombineEnds);
-  end_launch(k, Op::Combine, step, a.send, a.recv, false, begun);
+  time.end(Op::Combine, step, a.send, a.recv, false);
 }
 
 }  // namespace

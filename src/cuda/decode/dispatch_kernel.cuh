@@ -32,7 +32,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_con
   PPLX_SHARED(DispatchShared, s);
   const Common& k = a.common;
   const std::uint32_t warp = threadIdx.x / 32;
-  const std::uint64_t begun = begin_launch(k);
+  const LaunchTime time(k, kObserver);
   mark_stage(k, 0, Stage::DispatchBegins);
   if (threadIdx.x == 0) {
     s.receive.rows_known.init();
@@ -51,14 +51,14 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_con
     } else {
       if (warp == kPublisher) read_step(a, s.send);
       step = hear_step(k, s.send);
-      if (warp == kObserver) keep_begun(k, Op::Dispatch, step, true, a.recv, begun);
+      time.keep(Op::Dispatch, step, true, a.recv);
       if (warp == kPublisher) publish_dispatch<kMappedOnly>(a, s.send);
     }
   } else if (!find_open_step(a, step)) {
     if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);
     return;
-  } else if (warp == kObserver) {
-    keep_begun(k, Op::Dispatch, step, false, true, begun);
+  } else {
+    time.keep(Op::Dispatch, step, false, true);
   }
   if (a.recv) {
     const Experts experts{words + align_up(k.c.num_experts, kNumbersOfVec16), k.expert_vec16s};
@@ -75,7 +75,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_con
     if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);
   }
   mark_stage(k, step, Stage::DispatchEnds);
-  end_launch(k, Op::Dispatch, step, a.send, a.recv, false, begun);
+  time.end(Op::Dispatch, step, a.send, a.recv, false);
 }
 
 // more: bytes of shared memory behind the places of experts.

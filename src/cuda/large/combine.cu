@@ -120,21 +120,21 @@ __global__ void __launch_bounds__(How::kThreads, 1) combine(const __grid_constan
   PPLX_LAUNCHED_SHARED(words);
   PPLX_SHARED(typename How::Shared, s);
   const Common& k = a.common;
-  const std::uint64_t begun = begin_launch(k);
+  const LaunchTime time(k, 0);
   mark_stage(k, 0, Stage::CombineBegins);
   SpanTimer::begin();
   const std::uint32_t warp = threadIdx.x / 32;
   s.prepare(warp);
   std::uint32_t step = 0;
   if (!begin_combine(a, step, 0, s)) return;
-  if (warp == 0) keep_begun(k, Op::Combine, step, a.send, a.recv, begun);
+  time.keep(Op::Combine, step, a.send, a.recv);
   if (a.recv) begin_to_close(k, step);
   count_step(a, s.rows_begin);
   How::template work<T>(a, step, s, reinterpret_cast<char*>(words), warp);
   if (a.recv) close_set(k, step);
   mark_stage(k, step, Stage::CombineEnds);
   SpanTimer::end(k);
-  end_launch(k, Op::Combine, step, a.send, a.recv, true, begun);
+  time.end(Op::Combine, step, a.send, a.recv, true);
 }
 
 template <typename T, typename How>

@@ -268,7 +268,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1) dispatch(const __grid_consta
   PPLX_LAUNCHED_SHARED(words);
   PPLX_SHARED(DispatchShared<kRounds>, s);
   const Common& k = a.common;
-  const std::uint64_t begun = begin_launch(k);
+  const LaunchTime time(k, kTeller);
   mark_stage(k, 0, Stage::DispatchBegins);
   SpanTimer::begin();
   char* const launched = reinterpret_cast<char*>(words);
@@ -290,12 +290,12 @@ __global__ void __launch_bounds__(kLargeThreads, 1) dispatch(const __grid_consta
       __syncthreads();
     }
     step = s.plan.step;
-    if (threadIdx.x / 32 == kTeller) keep_begun(k, Op::Dispatch, step, true, a.recv, begun);
+    time.keep(Op::Dispatch, step, true, a.recv);
     send_large<Mode, kHooks, kRounds>(a, s, experts, launched, words);
   } else if (!kRounds && !is_open()) {
     return;
-  } else if (threadIdx.x / 32 == kTeller) {
-    keep_begun(k, Op::Dispatch, step, false, true, begun);
+  } else {
+    time.keep(Op::Dispatch, step, false, true);
   }
   if (a.recv) {
     receive_large<kHooks, kRounds>(a, step, s, experts);
@@ -304,7 +304,7 @@ __global__ void __launch_bounds__(kLargeThreads, 1) dispatch(const __grid_consta
   if (a.send) leave_plan(a, s.last);
   mark_stage(k, step, Stage::DispatchEnds);
   SpanTimer::end(k);
-  end_launch(k, Op::Dispatch, step, a.send, a.recv, true, begun);
+  time.end(Op::Dispatch, step, a.send, a.recv, true);
 }
 
 }  // namespace
