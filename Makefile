@@ -26,7 +26,7 @@ SHELL := /bin/bash
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
 .PHONY: build tests-built test test-all test-drawn bench check check-serving serving-engines serving-kernels check-long two-hosts docs stubs lint \
-    machine-code machine-code-drawn carrier-calls mutants mutants-drawn mutants-carrier cpp sanitizers sanitizers-drawn cpp-asan cpp-tsan sim sim-long wheel wheel-stages \
+    machine-code machine-code-drawn carrier-calls mutants mutants-drawn mutants-carrier cpp sanitizers sanitizers-drawn cpp-and-tsan cpp-asan cpp-tsan sim sim-long wheel wheel-stages \
     clean help
 
 ifeq ($(strip $(VENV)),)
@@ -84,8 +84,10 @@ test: tests-built  ## the tests, without the slow ones
 test-all: tests-built  ## the tests with the slow ones
 	$(pytest) $(side_by_side) -m 'not long'
 
-test-drawn: tests-built  ## these, but of the variants of a test a third, another one at each commit
-	PPLX_TEST_DRAWN=3 $(pytest) $(side_by_side) -m 'not long'
+# Those of C++ are in one of sanitizers-drawn.
+test-drawn: build  ## those in Python, but of the variants of a test a third, another one at each commit
+	cmake --build $(BUILD) --target pplx_python_tests
+	PPLX_TEST_DRAWN=3 $(pytest) $(side_by_side) -m 'not long' --deselect tests/unit/test_cpp.py::test_cpp
 
 layer := --tokens 1,8,32,128 --hidden 7168 --experts 256 --top-k 8 --wire fp8
 bench: build  ## latency beside the floor: of four processes on this host, then of its GPUs where it has two or more
@@ -119,7 +121,7 @@ lint: build  ## ruff, mypy, allowed imports, the voice of comments, and whether 
 machine-code: $(deps)  ## what the kernels compile to: loads that overlap, sizes, spills
 	$(PY) tools/machine_code.py
 
-machine-code-drawn: $(deps)  ## this for a third of their files, others at each commit
+machine-code-drawn: $(deps)  ## this for a part of their files, others at each commit
 	$(PY) tools/machine_code.py --drawn
 
 # Minutes: each kernel once more, with the carrier's calls in it.
@@ -130,7 +132,7 @@ mutants: build  ## plants protocol bugs, one at a time, and shows that the tests
 	$(PY) tests/mutants/run.py
 	$(if $(emulation),$(PY) tests/mutants/run_emulation.py --core)
 
-mutants-drawn: build  ## a third of these, another one at each commit
+mutants-drawn: build  ## some of these, others at each commit
 	$(PY) tests/mutants/run.py --drawn
 	$(if $(emulation),$(PY) tests/mutants/run_emulation.py --core --drawn)
 
@@ -162,8 +164,10 @@ endef
 sanitizers:  ## the C++ tests under AddressSanitizer and UBSan, and under ThreadSanitizer, side by side
 	$(MAKE) -j2 --no-print-directory --output-sync=target cpp-asan cpp-tsan
 
-sanitizers-drawn: $(deps)  ## one of the two, by the commit
-	$(MAKE) --no-print-directory $$($(PY) tools/drawn.py cpp-asan cpp-tsan)
+cpp-and-tsan: cpp cpp-tsan
+
+sanitizers-drawn: build  ## one of the two, by the commit: AddressSanitizer, or no sanitizer and then ThreadSanitizer
+	$(MAKE) --no-print-directory $$($(PY) tools/drawn.py cpp-asan cpp-and-tsan)
 
 cpp-asan: $(deps)  ## the C++ tests under AddressSanitizer and UBSan
 	$(call sanitized,asan,address$(comma)undefined)
@@ -174,7 +178,7 @@ cpp-tsan: $(deps)  ## the C++ tests under ThreadSanitizer
 comma := ,
 
 check:  ## everything that a change must pass, and what CI runs; how long each part took
-	$(PYTHON) tools/check.py tests-built lint machine-code-drawn sim mutants-drawn sanitizers-drawn test-drawn check-serving
+	$(PYTHON) tools/check.py build lint machine-code-drawn sim mutants-drawn sanitizers-drawn test-drawn check-serving
 
 # When it was last run stands in tests/README.md.
 check-long: tests-built machine-code sanitizers carrier-calls mutants mutants-carrier  ## what `make check` leaves out: an hour

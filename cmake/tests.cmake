@@ -45,12 +45,16 @@ if(NOT PPLX_SANITIZE STREQUAL "thread")
   set_tests_properties(sim PROPERTIES TIMEOUT 300)
 endif()
 
-# pplx_tests: all that pytest builds when it comes to it.
-add_custom_target(pplx_tests DEPENDS pplx_cpp_tests)
+# All that pytest builds when it comes to it; pplx_python_tests: without the programs of tests/cpp.
+add_custom_target(pplx_python_tests)
+add_custom_target(pplx_tests DEPENDS pplx_cpp_tests pplx_python_tests)
+if(TARGET pplx_sim)
+  add_dependencies(pplx_python_tests pplx_sim)
+endif()
 # pplx_comm._cuda for a CPU. Its fibers change stacks in x86-64's assembler.
 if(PPLX_PYTHON AND CMAKE_SYSTEM_PROCESSOR MATCHES "x86_64|AMD64")
   add_subdirectory(tests/emulation)
-  add_dependencies(pplx_tests pplx_emulation)
+  add_dependencies(pplx_python_tests pplx_emulation)
 endif()
 
 # The software device's own tests: processes that call the verbs functions on it. One program; tests/efa/test_device.py runs its cases.
@@ -60,6 +64,7 @@ if(TARGET efasoft)
   set_target_properties(efasoft_cases PROPERTIES RUNTIME_OUTPUT_DIRECTORY "${PROJECT_BINARY_DIR}/tests" CXX_STANDARD 20)
   target_link_libraries(efasoft_cases PRIVATE pplx_flags efasoft_ibverbs efasoft_efa Threads::Threads)
   add_dependencies(pplx_cpp_tests efasoft_cases)
+  add_dependencies(pplx_python_tests efasoft_cases)
   add_test(NAME efasoft_cases COMMAND efasoft_cases)
   # A child of a fork starts threads again, which ThreadSanitizer ends unless it is told not to.
   set_tests_properties(efasoft_cases PROPERTIES TIMEOUT 300 ENVIRONMENT "TSAN_OPTIONS=die_after_fork=0")

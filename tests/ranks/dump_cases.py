@@ -48,7 +48,7 @@ def step(a2a: Any, case: Case, between: Callable[[str], None] | None = None) -> 
 
 def stays_between_halves(me: Any, case: Case) -> None:
     """Each rank between others."""
-    with rank_cases.open_all_to_all(me, case) as a2a:
+    with rank_cases.open_all_to_all(me, case, timeout=100.0) as a2a:
         for _ in range(2):
             step(a2a, case)
         me.say("pid", (os.getpid(), me.comm.control.job))
@@ -58,7 +58,7 @@ def stays_between_halves(me: Any, case: Case) -> None:
 
 def hangs(me: Any, case: Case, late: int, fifo: str | None) -> None:
     """After a step one rank is late to the next."""
-    with rank_cases.open_all_to_all(me, case) as a2a:
+    with rank_cases.open_all_to_all(me, case, timeout=100.0) as a2a:
         step(a2a, case)
         me.say("pid", (os.getpid(), me.comm.control.job))
         if me.rank == late:
