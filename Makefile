@@ -85,7 +85,7 @@ test-all: tests-built  ## the tests with the slow ones
 	$(pytest) $(side_by_side) -m 'not long'
 
 # Those of C++ are in one of sanitizers-drawn.
-test-drawn: build  ## those in Python, but of the variants of a test a third, another one at each commit
+test-drawn: build  ## those in Python, but of slow tests and of variants of a test a third, others at each commit
 	cmake --build $(BUILD) --target pplx_python_tests
 	PPLX_TEST_DRAWN=3 $(pytest) $(side_by_side) -m 'not long' --deselect tests/unit/test_cpp.py::test_cpp
 
@@ -178,7 +178,7 @@ cpp-tsan: $(deps)  ## the C++ tests under ThreadSanitizer
 comma := ,
 
 check:  ## everything that a change must pass, and what CI runs; how long each part took
-	$(PYTHON) tools/check.py build lint machine-code-drawn sim mutants-drawn sanitizers-drawn test-drawn check-serving
+	PPLX_TEST_DRAWN=3 $(PYTHON) tools/check.py build lint machine-code-drawn sim mutants-drawn sanitizers-drawn test-drawn check-serving
 
 # When it was last run stands in tests/README.md.
 check-long: tests-built machine-code sanitizers carrier-calls mutants mutants-carrier  ## what `make check` leaves out: an hour

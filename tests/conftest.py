@@ -15,11 +15,15 @@ import pplx_comm as pc
 torch.set_num_threads(1)
 
 DRAWN = int(os.environ.get("PPLX_TEST_DRAWN", "1"))
-"""One variant of a test in that many runs, another one at each commit. `make check` says 3."""
+"""One in that many slow tests, and variants of other tests, is run, others at each commit. `make check` says 3."""
 VARIED = {"ranks": 1, "efa": 1, "emulation": 4}
-"""Folders of which this is so, and how many times fewer run of each in any case, unless PPLX_TEST_VOLUME is at least 1."""
+"""Folders whose variants are drawn, and how many times fewer of each are in any case, unless PPLX_TEST_VOLUME is at least 1."""
 WHOLE = "test_emulation.py"
 """There they are no fewer."""
+
+
+def is_slow(item: pytest.Item) -> bool:
+    return item.get_closest_marker("slow") is not None
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -27,15 +31,16 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         return
     variants: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if item.path.parent.name in VARIED:
+        if item.path.parent.name in VARIED or is_slow(item):
             variants.setdefault(item.nodeid.partition("[")[0], []).append(item)
     left_out = set[pytest.Item]()
     for of_test in variants.values():
-        of_folder = VARIED[of_test[0].path.parent.name]
+        of_folder = VARIED.get(of_test[0].path.parent.name, 1)
         share = DRAWN * (1 if of_test[0].path.name == WHOLE else of_folder)
         runs = [item for item in of_test if drawn.is_drawn(item.nodeid, share)]
-        if not runs and (DRAWN == 1 or of_folder == 1):
-            runs = [min(of_test, key=lambda item: drawn.number(item.nodeid))]
+        quick = [item for item in of_test if DRAWN == 1 or not is_slow(item)]
+        if not runs and quick and (DRAWN == 1 or of_folder == 1):
+            runs = [min(quick, key=lambda item: drawn.number(item.nodeid))]
         left_out.update(item for item in of_test if item not in runs)
     config.hook.pytest_deselected(items=[item for item in items if item in left_out])
     items[:] = [item for item in items if item not in left_out]
