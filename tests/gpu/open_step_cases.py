@@ -6,6 +6,7 @@ The same functions run on GPUs and under the emulation, which puts streams of it
 from __future__ import annotations
 
 import contextlib
+import gc
 import random
 import re
 import time
@@ -48,6 +49,7 @@ class Streams:
     def capture(self, stream: Any) -> Iterator[list[Any]]:
         """Yields a list, to which the graph is added in the end."""
         graph, captured = torch.cuda.CUDAGraph(), list[Any]()
+        gc.collect()  # an earlier graph that is deleted meanwhile would end the capture
         with torch.cuda.graph(graph, stream=stream):
             yield captured
         captured.append(graph)

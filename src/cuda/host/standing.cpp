@@ -10,10 +10,10 @@
 namespace pplx::cuda {
 namespace {
 
-// When halves of the latest steps began and ended. Without counts nothing is known.
+// When halves of the steps from `first` on began and ended. Without counts nothing is known.
 class Latest {
  public:
-  Latest(std::vector<KeptStep> kept, std::uint64_t now) : kept_(std::move(kept)), now_(now) {}
+  Latest(std::vector<KeptStep> kept, std::uint32_t first, std::uint64_t now) : kept_(std::move(kept)), first_(first), now_(now) {}
 
   // Seconds since then; below 0: it has not, or that is not known.
   double since_begun(std::uint32_t step, Op op, bool sends) const {
@@ -35,11 +35,13 @@ class Latest {
 
  private:
   const KeptStep* of(std::uint32_t step) const {
-    return !kept_.empty() && kept_[step % kKeptSteps].number == step ? &kept_[step % kKeptSteps] : nullptr;
+    const std::uint32_t place = step - first_;
+    return place < kept_.size() && kept_[place].number == step ? &kept_[place] : nullptr;
   }
   static double between(std::uint64_t from, std::uint64_t until) { return static_cast<double>(until - std::min(from, until)) / 1e9; }
 
   const std::vector<KeptStep> kept_;
+  const std::uint32_t first_;
   const std::uint64_t now_;
 };
 
@@ -63,16 +65,20 @@ Standing Exchange::standing() const {
   const auto copy = [&](void* to, const void* from, std::size_t bytes) {
     check(cudaMemcpyAsync(to, from, bytes, cudaMemcpyDefault, own_stream_), "cudaMemcpyAsync");
   };
-  // First: what a half that has ended waited for is there in the words that follow.
-  std::vector<KeptStep> kept(k.kept == nullptr ? 0 : kKeptSteps);
+  copy(control.get(), k.control, sizeof *control);
+  check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
+  const auto next = static_cast<std::uint32_t>(control->step >> 32);
+  // Before the words, so that what a half that has ended waited for is there in them.
+  std::vector<KeptStep> kept(k.kept == nullptr ? 0 : kLastSteps);
   std::uint64_t made = 0;
   StreamEvent now(cudaEventDefault);
   if (!kept.empty()) {
-    copy(kept.data(), k.kept, kept.size() * sizeof kept[0]);
+    const std::uint32_t place = (next - kLastSteps) % kKeptSteps, before_end = std::min(kLastSteps, kKeptSteps - place);
+    copy(kept.data(), k.kept + place, before_end * sizeof kept[0]);
+    copy(kept.data() + before_end, k.kept, (kLastSteps - before_end) * sizeof kept[0]);
     copy(&made, &k.counters->made, sizeof made);
     now.record(own_stream_);
   }
-  copy(control.get(), k.control, sizeof *control);
   copy(memory.data() + h.arrival, own->data() + h.arrival, memory.size() - h.arrival);
   const auto mapped = [&](std::uint32_t peer) { return ((k.remote | k.dead) >> peer & 1) == 0; };
   for (std::uint32_t set = 0; set < c.in_flight; ++set)
@@ -81,13 +87,13 @@ Standing Exchange::standing() const {
   check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
 
   const std::uint64_t since_made = kept.empty() ? 0 : static_cast<std::uint64_t>(1e9 * now.seconds_since(*made_));
-  const Latest latest(std::move(kept), made + since_made);
+  const Latest latest(std::move(kept), next - kLastSteps, made + since_made);
   Standing s;
   s.device = "cuda";
   s.launches.emplace_back(1, explain(1));
   if (c.max_tokens > 1) s.launches.emplace_back(c.max_tokens, explain(c.max_tokens));
   s.generation = k.generation;
-  s.next_step = static_cast<std::uint32_t>(control->step >> 32);
+  s.next_step = next;
   const auto tagged = [&](std::uint32_t tag) {   // as an arrival word
     return tag == kBlank || tag == 0 ? 0 : arrival_word(k.generation, tag - tag_of(k.generation, 0));
   };
