@@ -125,12 +125,8 @@ class Carried:
     ) -> Any:
         there = [moved(t, self.device) for t in (expert_out, weights, tail, out)]
         result = call(there[0], d.inner, weights=there[1], tail=there[2], out=there[3], **options)
-        if isinstance(result, pc.Combining):
-            self.ended()
-            return CarriedCombining(self, result, out)
-        result = self.back(result, out)
-        self.ended()
-        return result
+        self.ended()  # as in CarriedCombining.wait
+        return CarriedCombining(self, result, out) if isinstance(result, pc.Combining) else self.back(result, out)
 
     def combine(self, *args: Any, **options: Any) -> Any:
         return self._combine(self.inner.combine, *args, **options)
