@@ -25,8 +25,9 @@ SHELL := /bin/bash
 .SHELLFLAGS := -euo pipefail -c
 .DEFAULT_GOAL := build
 .DELETE_ON_ERROR:
-.PHONY: build tests-built test test-all test-drawn bench check check-serving serving-engines serving-kernels check-long two-hosts docs stubs lint \
-    machine-code machine-code-drawn carrier-calls mutants mutants-drawn mutants-carrier cpp sanitizers sanitizers-drawn cpp-and-tsan cpp-asan cpp-tsan sim sim-long wheel wheel-stages \
+.PHONY: build tests-built test test-all test-drawn bench two-hosts docs stubs lint machine-code machine-code-drawn carrier-calls mutants \
+    mutants-drawn mutants-carrier cpp sanitizers sanitizers-drawn cpp-and-tsan cpp-asan cpp-tsan sim sim-long check check-long \
+    check-serving serving-drawn serving-vllm serving-sglang serving-training serving-kernels wheel wheel-stages \
     clean help
 
 ifeq ($(strip $(VENV)),)
@@ -178,23 +179,32 @@ cpp-tsan: $(deps)  ## the C++ tests under ThreadSanitizer
 comma := ,
 
 check:  ## everything that a change must pass, and what CI runs; how long each part took
-	PPLX_TEST_DRAWN=3 $(PYTHON) tools/check.py build lint machine-code-drawn sim mutants-drawn sanitizers-drawn test-drawn check-serving
+	PPLX_TEST_DRAWN=3 $(PYTHON) tools/check.py build lint machine-code-drawn sim mutants-drawn sanitizers-drawn test-drawn serving-drawn
 
 # When it was last run stands in tests/README.md.
-check-long: tests-built machine-code sanitizers carrier-calls mutants mutants-carrier  ## what `make check` leaves out: an hour
+check-long: tests-built machine-code sanitizers carrier-calls mutants mutants-carrier check-serving  ## what `make check` leaves out: an hour
 	PPLX_TEST_VOLUME=10 $(pytest) $(side_by_side) -m 'long or not long' tests/emulation tests/efa
 
 # The environments of the engines are made once and kept: tools/serving_env.sh says where.
 serving_env = $$(PYTHON="$(PY)" TORCH_INDEX="$(TORCH_INDEX)" tools/serving_env.sh $(1))
-check-serving:  ## on CPUs: vLLM, SGLang, torchtitan and Megatron-Core over this library; its Triton kernels in their interpreter
-	$(MAKE) -j2 --no-print-directory --output-sync=line serving-kernels serving-engines
+serving_tests = $(pytest) -m 'not long' $(1:%=tests/serving/test_%.py)
+two_at_once := -j2 --no-print-directory --output-sync=line
+check-serving: build  ## on CPUs: vLLM, SGLang, torchtitan and Megatron-Core over this library; its Triton kernels in their interpreter
+	$(MAKE) $(two_at_once) serving-kernels serving-vllm serving-sglang serving-training
 
-serving-engines: build
-	PPLX_SERVING_PYTHON=$(call serving_env,vllm) PPLX_SGLANG_PYTHON=$(call serving_env,sglang) \
-	    PPLX_TRAINING_PYTHON=$(call serving_env,training) \
-	    $(pytest) tests/serving
+serving-drawn: build  ## the kernels, and one of the three environments by the commit
+	$(MAKE) $(two_at_once) serving-kernels $$($(PY) tools/drawn.py serving-vllm serving-sglang serving-training)
 
-serving-kernels: build
+serving-vllm:
+	PPLX_SERVING_PYTHON=$(call serving_env,vllm) $(call serving_tests,engines kernels register)
+
+serving-sglang:
+	PPLX_SGLANG_PYTHON=$(call serving_env,sglang) $(call serving_tests,sglang)
+
+serving-training:
+	PPLX_TRAINING_PYTHON=$(call serving_env,training) $(call serving_tests,loops training)
+
+serving-kernels:
 	$(call serving_env,training) -m pytest --junitxml=build/tests/$@.xml tests/ranks/test_moe_kernels.py
 
 wheel: $(deps)  ## a wheel in dist/, with kernels for any GPU

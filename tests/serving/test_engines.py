@@ -19,7 +19,7 @@ Alone = dict[str, dict[int, list[int]]]
 ALL = "192 of 192"  # 24 tokens for each of 8 prompts
 PROXY = {"PPLX_COMM_VLLM_TRANSPORT": "proxy", "PPLX_COMM_PROVIDER": "tcp"}
 
-pytestmark = pytest.mark.timeout(2 * SECONDS)
+pytestmark = [pytest.mark.timeout(2 * SECONDS), pytest.mark.slow]
 
 
 def carried(process: Process, proxy: bool = False) -> None:
