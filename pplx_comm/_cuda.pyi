@@ -109,6 +109,10 @@ class Exchange:
         """
         Whatever is launched behind it on that stream has the rows of these experts.
         """
+    def begins(self, steps: int) -> list[int]:
+        """
+        When the dispatch and the combine of each of the latest steps began, in ns by the GPU's clock.
+        """
     def clear_hooks(self, words: int, stream: int) -> None:
         """
         Before the dispatch that they are of.
@@ -145,7 +149,7 @@ class Exchange:
         ...
     def note_kernels(self) -> None:
         """
-        A timeline has the kernels that are launched from now on.
+        A timeline has the kernels that end from now on.
         """
     def peer_busy(self, peer: int, busy: bool) -> None:
         ...
@@ -161,10 +165,6 @@ class Exchange:
         ...
     def set_num_sms(self, num_sms: int) -> None:
         ...
-    def stamp(self, stamps: int, steps: int) -> None:
-        """
-        Device memory, int64 [steps, 4, 3]: when the dispatch, its receive half, the combine and its receive half began and ended, in ns, and the step; 0 ends it.
-        """
     def stats(self) -> dict:
         """
         Without a wait for kernels that run.
