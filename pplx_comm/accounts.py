@@ -35,7 +35,7 @@ class Step:
     """The call that it is in, or the last that ended."""
     running: bool
     us: int | None
-    """Since that call began, or ended. None: on a GPU it is not known."""
+    """Since that call began, or ended. None: on a GPU where nothing is counted, or whose kernel has not begun."""
     peers: list[int]
     """The ranks that it waits for."""
     what: str
