@@ -65,7 +65,9 @@ def test_there_are_tests_to_run(tmp_path: Path) -> None:
     commands = [(run.name, on_gpus.command_of(run, TWO, tmp_path)) for run in RUNS]
     wanted = [(name, words[words.index("pytest") + 1 :]) for name, words in commands if "pytest" in words]
     every = {**os.environ, "PPLX_TEST_DRAWN": "1"}
-    found = subprocess.run([sys.executable, "-c", COLLECTS, json.dumps(wanted)], cwd=ROOT, env=every, capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-c", COLLECTS, json.dumps(wanted)], cwd=ROOT, env=every, capture_output=True, text=True
+    )
     assert wanted and found.returncode == 0, found.stderr + found.stdout[-2000:]
 
 
