@@ -57,7 +57,7 @@ class Cuda:
 
     def begins(self, a2a: Any, steps: int) -> list[int]:
         """Nanoseconds: when the dispatch and the combine of each of the latest steps began."""
-        return a2a._steps.device.core.begins(steps)  # type: ignore[no-any-return]
+        return a2a._steps.device.core.begins(steps)
 
     def large_launches(self, a2a: Any) -> int:
         """Launches of large dispatches and combines."""
