@@ -49,7 +49,7 @@ __device__ inline void count_step(const CombineArguments& a, const std::uint32_t
   add_relaxed(&k.counters->combined[peer].received, sent);
 }
 
-// Counts a launch, at the end of the thread block that counts: one thread.
+// Counts a launch, at the end of the thread block that counts: the thread of its LaunchTime.
 static __device__ __noinline__ void count_launch(const Common& k, Op op, bool sends, bool receives, bool large, std::uint64_t begun) {
   const bool combines = op == Op::Combine;
   const Timed send = combines ? Timed::CombineSend : Timed::DispatchSend, recv = combines ? Timed::CombineRecv : Timed::DispatchRecv;
@@ -60,37 +60,45 @@ static __device__ __noinline__ void count_launch(const Common& k, Op op, bool se
   add_relaxed(&k.counters->nanoseconds[timed], static_cast<unsigned long long>(ns));
   if (large) add_relaxed(&k.counters->large[combines], 1ull);
 }
-// When a launch begins and ends, in two threads: in thread 0 of the last thread block, for the counts, and in the first block, which has a
-// part of most steps and so works for as long as any, for what is kept. keeper: a warp of it that releases nothing soon, which would wait for
+
+// When a launch begins and ends: for the counts in the last thread block, and for what is kept in the first one, which has a part of most
+// steps and so works for as long as any. One thread of a block looks: that of a warp which releases nothing soon, since that would wait for
 // what it has stored.
 class LaunchTime {
  public:
-  __device__ LaunchTime(const Common& k, std::uint32_t keeper)
-      : k_(k), keeper_(keeper), begun_(keeps() || counts_here(k) ? nanoseconds() : 0) {}
+  struct Begun {   // in shared memory: registers are for all threads
+    std::uint64_t at;
+  };
+  __device__ LaunchTime(const Common& k, Begun& begun, std::uint32_t warp) : k_(k), begun_(begun.at), thread_(32 * warp) {
+    if (looks()) begun_ = nanoseconds();
+  }
 
   // Once the step is known: until the launch ends this is all that there is of it.
   __device__ void keep(Op op, std::uint32_t step, bool sends, bool receives) const {
-    if (!keeps()) return;
+    if (!looks() || blockIdx.x != 0) return;
     KeptStep& kept = k_.kept[step % kKeptSteps];
     if (op == Op::Dispatch && sends) store_relaxed(&kept.number, step);
     if (sends) store_relaxed(&kept.begun[half_of(op, true)], begun_);
     if (receives) store_relaxed(&kept.begun[half_of(op, false)], begun_);
   }
   __device__ void end(Op op, std::uint32_t step, bool sends, bool receives, bool large) const {
-    if (keeps()) {
+    if (!looks()) return;
+    if (blockIdx.x == 0) {
       KeptStep& kept = k_.kept[step % kKeptSteps];
       const std::uint64_t ended = nanoseconds();
       if (sends) store_relaxed(&kept.ended[half_of(op, true)], ended);
       if (receives) store_relaxed(&kept.ended[half_of(op, false)], ended);
     }
-    if (threadIdx.x == 0 && counts_here(k_)) count_launch(k_, op, sends, receives, large, begun_);
+    if (counts_here(k_)) count_launch(k_, op, sends, receives, large, begun_);
   }
 
  private:
-  __device__ bool keeps() const { return threadIdx.x == 32 * keeper_ && blockIdx.x == 0 && k_.counters != nullptr; }
+  __device__ bool looks() const {
+    return threadIdx.x == thread_ && (blockIdx.x == 0 || blockIdx.x == gridDim.x - 1) && k_.counters != nullptr;
+  }
   const Common& k_;
-  const std::uint32_t keeper_;
-  const std::uint64_t begun_;
+  std::uint64_t& begun_;
+  const std::uint32_t thread_;
 };
 
 }  // namespace pplx::cuda

@@ -12,7 +12,8 @@ template <typename T, bool kMappedOnly, int kSent>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(const __grid_constant__ CombineArguments a) {
   PPLX_SHARED(typename CombineExtras<kMappedOnly>::Shared, s);
   const Common& k = a.common;
-  const LaunchTime time(k, kCombineWarps - 1);
+  PPLX_SHARED(LaunchTime::Begun, begun);
+  const LaunchTime time(k, begun, kCombineWarps - 1);
   mark_stage(k, 0, Stage::CombineBegins);
   Places places;
   if (a.send) load_first_places<kMappedOnly>(a, places);

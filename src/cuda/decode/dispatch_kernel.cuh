@@ -32,7 +32,8 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_con
   PPLX_SHARED(DispatchShared, s);
   const Common& k = a.common;
   const std::uint32_t warp = threadIdx.x / 32;
-  const LaunchTime time(k, kObserver);
+  PPLX_SHARED(LaunchTime::Begun, begun);
+  const LaunchTime time(k, begun, kObserver);
   mark_stage(k, 0, Stage::DispatchBegins);
   if (threadIdx.x == 0) {
     s.receive.rows_known.init();

@@ -120,7 +120,8 @@ __global__ void __launch_bounds__(How::kThreads, 1) combine(const __grid_constan
   PPLX_LAUNCHED_SHARED(words);
   PPLX_SHARED(typename How::Shared, s);
   const Common& k = a.common;
-  const LaunchTime time(k, 0);
+  PPLX_SHARED(LaunchTime::Begun, begun);
+  const LaunchTime time(k, begun, 0);
   mark_stage(k, 0, Stage::CombineBegins);
   SpanTimer::begin();
   const std::uint32_t warp = threadIdx.x / 32;

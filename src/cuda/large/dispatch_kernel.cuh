@@ -268,7 +268,8 @@ __global__ void __launch_bounds__(kLargeThreads, 1) dispatch(const __grid_consta
   PPLX_LAUNCHED_SHARED(words);
   PPLX_SHARED(DispatchShared<kRounds>, s);
   const Common& k = a.common;
-  const LaunchTime time(k, kTeller);
+  PPLX_SHARED(LaunchTime::Begun, begun);
+  const LaunchTime time(k, begun, kTeller);
   mark_stage(k, 0, Stage::DispatchBegins);
   SpanTimer::begin();
   char* const launched = reinterpret_cast<char*>(words);
