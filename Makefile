@@ -86,9 +86,9 @@ test-all: tests-built  ## the tests with the slow ones
 	$(pytest) $(side_by_side) -m 'not long'
 
 # Those of C++ are in one of sanitizers-drawn.
-test-drawn: build  ## those in Python, but of slow tests and of variants of a test a third, others at each commit
+test-drawn: build  ## those in Python, but of slow tests and of variants of a test a quarter, others at each commit
 	cmake --build $(BUILD) --target pplx_python_tests
-	PPLX_TEST_DRAWN=3 $(pytest) $(side_by_side) -m 'not long' --deselect tests/unit/test_cpp.py::test_cpp
+	PPLX_TEST_DRAWN=4 $(pytest) $(side_by_side) -m 'not long' --deselect tests/unit/test_cpp.py::test_cpp
 
 layer := --tokens 1,8,32,128 --hidden 7168 --experts 256 --top-k 8 --wire fp8
 bench: build  ## latency beside the floor: of four processes on this host, then of its GPUs where it has two or more
@@ -179,7 +179,7 @@ cpp-tsan: $(deps)  ## the C++ tests under ThreadSanitizer
 comma := ,
 
 check:  ## everything that a change must pass, and what CI runs; how long each part took
-	PPLX_TEST_DRAWN=3 $(PYTHON) tools/check.py build lint machine-code-drawn sim mutants-drawn sanitizers-drawn test-drawn serving-drawn
+	PPLX_TEST_DRAWN=4 $(PYTHON) tools/check.py build lint machine-code-drawn sim mutants-drawn sanitizers-drawn test-drawn serving-drawn
 
 # When it was last run stands in tests/README.md.
 check-long: tests-built machine-code sanitizers carrier-calls mutants mutants-carrier check-serving  ## what `make check` leaves out: an hour

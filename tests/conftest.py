@@ -15,11 +15,9 @@ import pplx_comm as pc
 torch.set_num_threads(1)
 
 DRAWN = int(os.environ.get("PPLX_TEST_DRAWN", "1"))
-"""One in that many slow tests, and variants of other tests, is run, others at each commit. `make check` says 3."""
+"""One in that many slow tests, and variants of other tests, is run, others at each commit. `make check` says 4."""
 VARIED = {"ranks": 1, "efa": 1, "emulation": 4}
 """Folders whose variants are drawn, and how many times fewer of each are in any case, unless PPLX_TEST_VOLUME is at least 1."""
-WHOLE = "test_emulation.py"
-"""There they are no fewer."""
 
 
 def is_slow(item: pytest.Item) -> bool:
@@ -36,8 +34,7 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     left_out = set[pytest.Item]()
     for of_test in variants.values():
         of_folder = VARIED.get(of_test[0].path.parent.name, 1)
-        share = DRAWN * (1 if of_test[0].path.name == WHOLE else of_folder)
-        runs = [item for item in of_test if drawn.is_drawn(item.nodeid, share)]
+        runs = [item for item in of_test if drawn.is_drawn(item.nodeid, DRAWN * of_folder)]
         quick = [item for item in of_test if DRAWN == 1 or not is_slow(item)]
         if not runs and quick and (DRAWN == 1 or of_folder == 1):
             runs = [min(quick, key=lambda item: drawn.number(item.nodeid))]
