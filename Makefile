@@ -205,7 +205,7 @@ serving-training:
 	PPLX_TRAINING_PYTHON=$(call serving_env,training) $(call serving_tests,loops training)
 
 serving-kernels:
-	$(call serving_env,training) -m pytest --junitxml=build/tests/$@.xml tests/ranks/test_moe_kernels.py
+	$(call serving_env,training) -m pytest --junitxml=build/tests/$@.xml -m 'not long' tests/ranks/test_moe_kernels.py
 
 wheel: $(deps)  ## a wheel in dist/, with kernels for any GPU
 	CMAKE_ARGS="-DPPLX_CUDA=ON $(CMAKE_ARGS)" $(PY) -m pip wheel --no-build-isolation --no-deps --wheel-dir dist .

@@ -23,6 +23,7 @@ def crew() -> Iterator[Crew]:
 
 
 @interpreted
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("spread", "tma"), [("even", True), ("zipf", True), ("hot", True), ("zipf", False)], ids=lambda of: str(of)
 )
@@ -49,6 +50,7 @@ def test_rows(crew: Crew, case: str) -> None:
 
 
 @interpreted
+@pytest.mark.slow
 @pytest.mark.parametrize("tma", [False, True], ids=["pointers", "descriptors"])
 @pytest.mark.parametrize("layout", ["ragged", "padded"])
 def test_both_products_in_one_launch(crew: Crew, layout: str, tma: bool) -> None:
@@ -57,6 +59,7 @@ def test_both_products_in_one_launch(crew: Crew, layout: str, tma: bool) -> None
 
 
 @interpreted
+@pytest.mark.slow
 def test_programs_that_wait_for_each_other(tmp_path: Path) -> None:
     """A tile of the second product waits for the blocks of its rows, which another process is slow to write."""
     with Crew(2, {"TRITON_INTERPRET": "1"}, spawn=True) as crew:
@@ -64,6 +67,7 @@ def test_programs_that_wait_for_each_other(tmp_path: Path) -> None:
             assert all(found.values()), found
 
 
+@pytest.mark.slow
 def test_compiled_for_a_gpu(tmp_path: Path) -> None:
     """Compiled for compute capability 9.0, and 10.0 for MXFP8, with their tensor cores where there are products."""
     (found,) = run_ranks(1, "moe_kernel_cases:compiled", str(tmp_path), timeout=120)
@@ -73,6 +77,7 @@ def test_compiled_for_a_gpu(tmp_path: Path) -> None:
 
 
 @interpreted
+@pytest.mark.slow
 def test_a_layer() -> None:
     """All of a layer that has kernels, on two ranks. Of e4m3 the interpreter rounds what is quantised here too badly for more."""
     with Crew(2, {"TRITON_INTERPRET": "1"}, spawn=True) as crew:
