@@ -85,10 +85,11 @@ test: tests-built  ## the tests, without the slow ones
 test-all: tests-built  ## the tests with the slow ones
 	$(pytest) $(side_by_side) -m 'not long'
 
-# Those of C++ are in one of sanitizers-drawn.
+# conftest.py says what it draws. Those of C++ are in one of sanitizers-drawn.
+drawn := PPLX_TEST_DRAWN=4
 test-drawn: build  ## those in Python, but of slow tests and of variants of a test a quarter, others at each commit
 	cmake --build $(BUILD) --target pplx_python_tests
-	PPLX_TEST_DRAWN=4 $(pytest) $(side_by_side) -m 'not long' --deselect tests/unit/test_cpp.py::test_cpp
+	$(drawn) $(pytest) $(side_by_side) -m 'not long' --deselect tests/unit/test_cpp.py::test_cpp
 
 layer := --tokens 1,8,32,128 --hidden 7168 --experts 256 --top-k 8 --wire fp8
 bench: build  ## latency beside the floor: of four processes on this host, then of its GPUs where it has two or more
@@ -179,7 +180,7 @@ cpp-tsan: $(deps)  ## the C++ tests under ThreadSanitizer
 comma := ,
 
 check:  ## everything that a change must pass, and what CI runs; how long each part took
-	PPLX_TEST_DRAWN=4 $(PYTHON) tools/check.py build lint machine-code-drawn sim mutants-drawn sanitizers-drawn test-drawn serving-drawn
+	$(PYTHON) tools/check.py build lint machine-code-drawn sim mutants-drawn sanitizers-drawn test-drawn serving-drawn
 
 # When it was last run stands in tests/README.md.
 check-long: tests-built machine-code sanitizers carrier-calls mutants mutants-carrier check-serving  ## what `make check` leaves out: an hour
@@ -192,8 +193,8 @@ two_at_once := -j2 --no-print-directory --output-sync=line
 check-serving: build  ## on CPUs: vLLM, SGLang, torchtitan and Megatron-Core over this library; its Triton kernels in their interpreter
 	$(MAKE) $(two_at_once) serving-kernels serving-vllm serving-sglang serving-training
 
-serving-drawn: build  ## the kernels, and one of the three environments by the commit
-	$(MAKE) $(two_at_once) serving-kernels $$($(PY) tools/drawn.py serving-vllm serving-sglang serving-training)
+serving-drawn: build  ## the tests that are drawn of the kernels, and of one of the three environments by the commit
+	$(drawn) $(MAKE) $(two_at_once) serving-kernels $$($(PY) tools/drawn.py serving-vllm serving-sglang serving-training)
 
 serving-vllm:
 	PPLX_SERVING_PYTHON=$(call serving_env,vllm) $(call serving_tests,engines kernels register)

@@ -99,7 +99,7 @@ def missing_on_the_host(tools: Path, home: Path) -> list[str]:
     """Symbols of NVSHMEM's that host.cpp wants, and its libraries do not have."""
     out = BUILD / "carrier-host.o"
     system = [word for folder in (home / "include", tools.parent / "include") for word in ("-isystem", str(folder))]
-    system += run([sys.executable, "-m", "pybind11", "--includes"]).split()
+    system += machine_code.python_headers()
     run(["g++", "-std=c++17", "-O1", "-fPIC", "-Isrc", *system, "-c", "src/nvshmem/host.cpp", "-o", str(out)])
     wanted = {name for name in symbols("-u", out) if "nvshmem" in name and "pplx" not in name}
     there = symbols("--defined-only", home / "lib/libnvshmem_device.a") | symbols("-D", home / "lib/libnvshmem_host.so.3")
@@ -115,10 +115,9 @@ def main() -> int:
     parser.add_argument("sources", nargs="*", help="in src/cuda, such as decode/dispatch; default: all")
     named = parser.parse_args().sources
     tools, home = machine_code.compiler(), nvshmem()
-    every = [path for path in sorted((ROOT / "src/cuda").glob("*/*.cu")) if path.stem != "protocol_check"]
     wrong = [f"src/nvshmem/host.cpp: no library has {name}" for name in missing_on_the_host(tools, home)]
     posts = False
-    for source in [path for path in every if not named or name_of(path) in named]:
+    for source in [path for path in machine_code.sources() if not named or name_of(path) in named]:
         text = ptx_of(source, tools, home)
         found = wrong_calls(text)
         posts = posts or "nvshmemi_transfer_put_signal" in text

@@ -25,13 +25,11 @@ import os
 import re
 import subprocess
 import sys
-import sysconfig
 from collections.abc import Iterable
 from dataclasses import dataclass, fields
 from pathlib import Path
 
 import drawn
-import pybind11
 import sass
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -178,10 +176,19 @@ def compiled(source: str, tools: Path) -> tuple[Path, str]:
     return cubin, said.read_text()
 
 
+def sources() -> list[Path]:
+    """Those for nvcc; protocol_check.cu includes what CMake generates."""
+    return [path for path in sorted(CUDA.glob("*/*.cu")) if path.stem != "protocol_check"]
+
+
+@functools.cache
+def python_headers() -> list[str]:
+    return run([sys.executable, "-m", "pybind11", "--includes"]).split()
+
+
 def read(source: Path, tools: Path) -> None:
     """The host's compiler reads a C++ file, with CUDA's own headers: the emulation has others."""
-    python = [word for path in (pybind11.get_include(), sysconfig.get_path("include")) for word in ("-isystem", path)]
-    run(["g++", "-std=c++17", "-fsyntax-only", "-Isrc", "-isystem", str(tools.parent / "include"), *python, str(source)])
+    run(["g++", "-std=c++17", "-fsyntax-only", "-Isrc", "-isystem", str(tools.parent / "include"), *python_headers(), str(source)])
 
 
 def disassembled(cubin: Path, tools: Path) -> list[sass.Function]:
@@ -362,17 +369,17 @@ def main() -> None:
     BUILD.mkdir(parents=True, exist_ok=True)
     tools = compiler()
     share = SHARE if arguments.drawn else 1
-    found = sorted(str(path.relative_to(CUDA).with_suffix("")) for path in CUDA.glob("*/*.cu") if path.stem != "protocol_check")
-    sources = [source for source in found if drawn.is_drawn(source, share)]
-    print(f"compiling {', '.join(sources)}", flush=True)
+    names = [str(path.relative_to(CUDA).with_suffix("")) for path in sources()]
+    wanted = [name for name in names if drawn.is_drawn(name, share)]
+    print(f"compiling {', '.join(wanted)}", flush=True)
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as at_once:
-        results = {source: at_once.submit(compiled, source, tools) for source in sources}
+        results = {name: at_once.submit(compiled, name, tools) for name in wanted}
         list(at_once.map(lambda path: read(path, tools), [*CUDA.glob("host/**/*.cpp"), *ROOT.glob("src/bindings/cuda/*.cpp")]))
     kernels = [
         kernel
-        for source in sources
-        for cubin, said in [results[source].result()]
-        if source in RULED
+        for name in wanted
+        for cubin, said in [results[name].result()]
+        if name in RULED
         for kernel in kernels_of(disassembled(cubin, tools), said)
     ]
     if arguments.show:
