@@ -15,10 +15,13 @@ inline constexpr std::uint32_t kDispatchWarps = kSenderWarps + 1 + kReceiverWarp
 inline constexpr std::uint32_t kSenders = 32 * kSenderWarps;
 inline constexpr std::uint32_t kDispatchThreads = 32 * kDispatchWarps;
 
-// Tokens of a send unit. Long runs share a release and count earlier tokens less often; short ones spread over all multiprocessors.
-inline constexpr std::uint32_t kMostTokensOfUnit = 8;
+// Tokens of a send unit. A warp plans each, so one more costs a thread block less than another unit does; but where thread blocks
+// are enough to fill the link, two units of each leave it fewer gaps.
+inline constexpr std::uint32_t kMostTokensOfUnit = 8, kFewBlocks = 48;
 constexpr std::uint32_t tokens_per_unit(std::uint32_t tokens, std::uint32_t blocks) {
-  return std::min(kMostTokensOfUnit, std::max(1u, (tokens + 2 * blocks - 1) / (2 * blocks)));
+  const std::uint32_t at_once = (tokens + blocks - 1) / blocks;
+  if (at_once <= (blocks <= kFewBlocks ? kMostTokensOfUnit : 2)) return std::max(1u, at_once);
+  return std::min(kMostTokensOfUnit, (at_once + 1) / 2);
 }
 
 // A warp receives this much of a row at once, seven 16-byte vectors a lane.
@@ -35,7 +38,8 @@ inline constexpr std::uint32_t kCombineThreads = 32 * kCombineWarps;
 
 // 16 bytes each, that a lane sums at once: a strip of a row. Small steps give every strip to a warp of its own, smaller ones while
 // there are warps for them; in large steps a warp has two after each other, and looks the row's places up once.
-inline constexpr int kSentVectors = 4, kSentVectorsOfFew = 2, kReceivedVectors = 1;
+inline constexpr int kSentVectors = 4, kSentVectorsOfFew = 2, kReceivedVectors = 2, kReceivedVectorsOfFew = 1;
+constexpr int received_vectors(int sent) { return sent == kSentVectorsOfFew ? kReceivedVectorsOfFew : kReceivedVectors; }
 inline constexpr std::uint32_t kStripsTogether = 2;
 // rows: those that a rank may receive if all send it the number of tokens that it sends.
 constexpr bool sends_few(std::uint64_t rows, std::uint32_t strips, std::uint32_t blocks) {

@@ -41,7 +41,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(
   }
   if (a.recv) {
     count_step(a, s.rows_begin);
-    receive_combine<T, kMappedOnly>(a, step, s);
+    receive_combine<T, kMappedOnly, received_vectors(kSent)>(a, step, s);
     close_set(k, step);
   }
   mark_stage(k, step, Stage::CombineEnds);

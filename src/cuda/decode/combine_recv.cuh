@@ -38,10 +38,11 @@ __device__ inline std::uint32_t load_token_row(const CombineArguments& a, std::u
 
 // A warp's strip of a few rows of a token: a node's peer leaves no other trace than its row, and a place is blank again once it
 // was read; a remote peer's rows are there when their part of its block is.
+template <int kVectors>
 struct ArrivingStrips {
   static constexpr int kRows = 4;
   std::uint32_t begin, end;  // begin: this lane's
-  uint4 v[kRows][kReceivedVectors];
+  uint4 v[kRows][kVectors];
   char* row[kRows];
   std::uint32_t there = 0;  // rows of remote blocks, whose places need not be blank again: a bit each
   std::uint32_t missing = 0;  // vec16s, a bit each
@@ -54,13 +55,13 @@ struct ArrivingStrips {
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
-      for (int j = 0; j < kReceivedVectors; ++j)
-        if ((bits >> (i * kReceivedVectors + j) & 1) != 0) v[i][j] = load_vec16(row[i] + begin + j * 512);
+      for (int j = 0; j < kVectors; ++j)
+        if ((bits >> (i * kVectors + j) & 1) != 0) v[i][j] = load_vec16(row[i] + begin + j * 512);
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
-      for (int j = 0; j < kReceivedVectors; ++j)
-        if ((bits >> (i * kReceivedVectors + j) & 1) != 0 && !is_blank(v[i][j])) missing &= ~(1u << (i * kReceivedVectors + j));
+      for (int j = 0; j < kVectors; ++j)
+        if ((bits >> (i * kVectors + j) & 1) != 0 && !is_blank(v[i][j])) missing &= ~(1u << (i * kVectors + j));
     return (missing & bits) == 0;
   }
   __device__ void make_places_blank() const {
@@ -68,7 +69,7 @@ struct ArrivingStrips {
     for (int i = 0; i < kRows; ++i) {
       if (row[i] == nullptr || (there >> i & 1) != 0) continue;
 #pragma unroll
-      for (int j = 0; j < kReceivedVectors; ++j)
+      for (int j = 0; j < kVectors; ++j)
         if (has(j)) make_blank(row[i] + begin + j * 512);
     }
   }
@@ -93,9 +94,9 @@ __device__ inline uint4 load_codes(const Relays& r, const char* row, std::uint32
 }
 
 // The rows first, first + 1 ... of a token's n. Each of the first n lanes has a row and its rank. False: they will not come.
-template <bool kMappedOnly, typename T = void>
+template <bool kMappedOnly, typename T = void, int kVectors>
 __device__ inline bool await_strips(const CombineArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t n, char* row,
-                                    std::uint32_t entry, ArrivingStrips& strips) {
+                                    std::uint32_t entry, ArrivingStrips<kVectors>& strips) {
   const Common& k = a.common;
   const std::uint32_t rank = entry >> 20;
 #pragma unroll
@@ -111,7 +112,7 @@ __device__ inline bool await_strips(const CombineArguments& a, std::uint32_t ste
         strips.there |= 1u << i;
       }
 #pragma unroll
-    for (int j = 0; j < kReceivedVectors; ++j) {
+    for (int j = 0; j < kVectors; ++j) {
       if (!strips.has(j)) continue;
       if constexpr (!kMappedOnly)
         if (k.c.combine_fp8 && (strips.there >> i & 1) != 0) {
@@ -121,19 +122,19 @@ __device__ inline bool await_strips(const CombineArguments& a, std::uint32_t ste
       if ((strips.there >> i & 1) != 0)
         strips.v[i][j] = load_arrived(strips.row[i] + strips.begin + j * 512);
       else
-        strips.missing |= 1u << (i * kReceivedVectors + j);
+        strips.missing |= 1u << (i * kVectors + j);
     }
   }
   const auto waits_for = [&] {
     const std::uint32_t all = __reduce_or_sync(~0u, strips.missing);
-    return __shfl_sync(~0u, rank, all == 0 ? first : first + (__ffs(static_cast<int>(all)) - 1) / kReceivedVectors);
+    return __shfl_sync(~0u, rank, all == 0 ? first : first + (__ffs(static_cast<int>(all)) - 1) / kVectors);
   };
   return await_vec16s(k, Phase::CombineRecv, step, waits_for, [&](bool all) { return strips.look(all); });
 }
 
 // A strip of one of this rank's tokens. `entry`: this lane's row of it. kGives: replicas get it, too. False: its rows will not
 // come.
-template <typename T, bool kGives, bool kMappedOnly>
+template <typename T, bool kGives, bool kMappedOnly, int kVectors>
 __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, std::uint32_t entry) {
   const Common& k = a.common;
   const std::uint32_t own = a.received_in.by_strips.divide(unit), strip = unit - own * a.received_in.strips;
@@ -146,14 +147,14 @@ __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t st
     row = own_slot<kMappedOnly>(k, set_of(k.c, step), Op::Combine, rank) +
           (answered ? a.relays.answer : k.combine).row_at(entry & 0xfffffu);
   }
-  const std::uint32_t begin = strip * strip_bytes(kReceivedVectors) + threadIdx.x % 32 * 16;
-  const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kReceivedVectors));
+  const std::uint32_t begin = strip * strip_bytes(kVectors) + threadIdx.x % 32 * 16;
+  const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kVectors));
   char* y = a.y + std::uint64_t{k.slice.token(own)} * a.y_stride;
-  Sums<T, kReceivedVectors> sums, of_node;
+  Sums<T, kVectors> sums, of_node;
   if constexpr (!kMappedOnly) of_node.start(-0.0f);
   if (a.accumulate) sums.load(y, begin, end);
-  for (std::uint32_t first = 0; first < n; first += ArrivingStrips::kRows) {
-    ArrivingStrips strips(begin, end);
+  for (std::uint32_t first = 0; first < n; first += ArrivingStrips<kVectors>::kRows) {
+    ArrivingStrips<kVectors> strips(begin, end);
     if (!await_strips<kMappedOnly, T>(a, step, first, n, row, entry, strips)) return false;
     mark_stage(k, step, Stage::Came);
 #pragma unroll
@@ -193,7 +194,7 @@ __device__ inline void receive_headers(const CombineArguments& a, std::uint32_t 
 }
 
 // Receives what is this warp's, and the peers' headers.
-template <typename T, bool kMappedOnly>
+template <typename T, bool kMappedOnly, int kVectors>
 __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
   const Common& k = a.common;
   if constexpr (!kMappedOnly) {
@@ -211,7 +212,7 @@ __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t 
     const std::uint32_t unit = receive_unit(nth);
     if (unit < units) {
       const std::uint32_t entry = nth < kCombineWarps ? s.entries[threadIdx.x] : load_token_row(a, unit);
-      if (!receive_strip<T, false, kMappedOnly>(a, step, unit, entry)) return;
+      if (!receive_strip<T, false, kMappedOnly, kVectors>(a, step, unit, entry)) return;
     }
     if (threadIdx.x % 32 == 0) nth = atomicAdd(&s.received, 1);
     nth = __shfl_sync(~0u, nth, 0);

@@ -36,7 +36,7 @@ struct StoredUnit {
   char* row[kMostTokensOfUnit][kMaxTopK];  // each token's, ranks ascending
   std::uint32_t rank[kMostTokensOfUnit][kMaxTopK];
   unsigned long long ranks[kMostTokensOfUnit];  // that want the token, a bit each
-  std::uint32_t next_row[kMaxPeers];  // behind the unit's last row for a peer, if it has any; of remote ones
+  std::uint32_t first_row[kMaxPeers];  // the unit's, for a peer, if it has any; of remote ones
   bool by_word[kMostTokensOfUnit][kMaxTopK];  // true: the row lies beyond those that show
   bool looks_blank[kMostTokensOfUnit];
   bool ended;
@@ -67,6 +67,9 @@ __device__ inline std::uint32_t token_of(const Common& k, std::uint32_t own) {
   return kMappedOnly ? own : k.slice.token(own);
 }
 
+// Returns which of a unit's tokens this warp plans: the first is the last warp's, which may have no part of the payload.
+__device__ inline std::uint32_t planned_by_warp() { return kSenderWarps - 1 - threadIdx.x / 32; }
+
 // A sender's loads before the step is known. They are of its block's own share.
 template <typename Mode, bool kMappedOnly>
 struct EarlyLoads {
@@ -74,7 +77,7 @@ struct EarlyLoads {
   EarlyIds counted;
   RawId id;  // this thread's choice in the unit
   float weight = 1.0f;
-  PlannedToken<kMappedOnly> token;  // the first one, as far as its ids say
+  PlannedToken<kMappedOnly> token;  // that this warp plans; of a single one, as far as its ids say
 
   __device__ void load_unit(const DispatchArguments& a, std::uint32_t unit) {
     const Common& k = a.common;
@@ -106,7 +109,7 @@ struct EarlyLoads {
       s.plan.weights[threadIdx.x] = weight;
     }
     payload.prepare(k);
-    if (choices <= k.c.top_k) token.choose(a, threadIdx.x % 32 < k.c.top_k ? valid : -1, weight);
+    if (choices <= k.c.top_k && planned_by_warp() == 0) token.choose(a, threadIdx.x % 32 < k.c.top_k ? valid : -1, weight);
   }
   __device__ void load(const DispatchArguments& a, std::uint32_t unit) {
     if ((kMappedOnly || a.ids != nullptr) && unit < a.units) counted.template load<kMappedOnly>(a, tokens_before(a, unit));
@@ -242,54 +245,56 @@ __device__ inline void write_route(const DispatchArguments& a, std::uint32_t ste
                __float_as_uint(t.weight), token_of<kMappedOnly>(k, own));
 }
 
-// Tells the publisher where a token's rows are: one warp.
+// Finds the rows of a unit's nth token, behind those of its earlier tokens, and tells all of them: one warp.
 template <bool kMappedOnly>
-__device__ inline void tell_rows(const Common& k, const PlannedToken<kMappedOnly>& t, std::uint32_t token, StoredUnit& unit) {
-  const std::uint32_t lane = threadIdx.x % 32;
+__device__ inline void find_rows(const DispatchArguments& a, std::uint32_t nth, const SendShared& s, StoredUnit& unit,
+                                 PlannedToken<kMappedOnly>& t) {
+  const Common& k = a.common;
 #pragma unroll
   for (std::uint32_t i = 0; i < t.kRanksOfLane; ++i) {
-    const std::uint32_t rank = lane + 32 * i;
+    const std::uint32_t rank = threadIdx.x % 32 + 32 * i;
     if (!t.wanted_by(rank)) continue;
-    const std::uint32_t nth = t.nth(rank);
-    unit.row[token][nth] = t.at[i];
-    unit.rank[token][nth] = rank;
-    unit.by_word[token][nth] = t.row[i] >= k.showing_rows;
-    if (!kMappedOnly) unit.next_row[rank] = t.row[i] + 1;
+    std::uint32_t earlier = 0;
+    for (std::uint32_t j = 0; j < nth; ++j) earlier += unit.ranks[j] >> rank & 1;
+    if (kMappedOnly || a.ids != nullptr) t.row[i] = s.plan.rows_before[rank] + earlier;
+    const std::uint32_t place = t.nth(rank);
+    unit.row[nth][place] = s.rows_at[rank] + std::uint64_t{t.row[i]} * k.dispatch.row_bytes;
+    unit.rank[nth][place] = rank;
+    unit.by_word[nth][place] = t.row[i] >= k.showing_rows;
+    if (!kMappedOnly && earlier == 0) unit.first_row[rank] = t.row[i];
   }
-  if (lane == 0) unit.ranks[token] = t.ranks;
 }
 
-// Stores this thread's vec16s of a token's payload into each of its rows. One of the warps writes the row's route.
-template <typename Mode, bool kMappedOnly>
-__device__ inline void store_token(const DispatchArguments& a, std::uint32_t step, std::uint32_t own, std::uint32_t at,
-                                   const Payload<Mode>& payload, const PlannedToken<kMappedOnly>& t) {
-  const Common& k = a.common;
-  std::uint32_t nth = own;
-  visit_in_order<kMappedOnly>(k, t.ranks, [&](std::uint32_t rank) {
-    fuzz_delay(k, std::uint64_t{step} << 32 | rank << 24 | at);
-    char* row = t.row_at(rank);
-    payload.store(k, row, k.payload_bytes, at);
-    if (at == 0 && nth++ % kSenderWarps == threadIdx.x / 32) write_route(a, step, own, rank, t, row);
-  });
-}
-
-// Sends the tokens [first, first + n) of a unit. early: has prepared the first one.
+// Sends the tokens [first, first + n) of a unit: a warp plans each, all store its payload. early: has prepared the first one.
 template <typename Mode, bool kMappedOnly>
 __device__ inline void send_tokens(const DispatchArguments& a, std::uint32_t step, std::uint32_t first, std::uint32_t n,
                                    EarlyLoads<Mode, kMappedOnly>& early, SendShared& s, const std::uint32_t* experts,
                                    StoredUnit& unit) {
   const Common& k = a.common;
-  UnitPlan<kMappedOnly> plan(s.plan);
+  const std::uint32_t lane = threadIdx.x % 32, planned = planned_by_warp();
+  const bool counts = kMappedOnly || a.ids != nullptr;
+  if (planned < n) {
+    PlannedToken<kMappedOnly>& t = early.token;
+    const std::uint32_t at = planned * k.c.top_k + lane;
+    if (n > 1) t.choose(a, lane < k.c.top_k ? s.plan.ids[at] : -1, lane < k.c.top_k ? s.plan.weights[at] : 0.0f);
+    if (!counts) take_from_plan(a, first + planned, t);
+    if (lane == 0) unit.ranks[planned] = t.ranks;
+  }
+  if (n > 1) sync_senders();
+  if (planned < n) find_rows(a, planned, s, unit, early.token);
+  sync_senders();
+  if (planned < n) {
+    PlannedToken<kMappedOnly>& t = early.token;
+    if (counts) count_earlier(a, planned, s.plan, experts, t);
+    visit_in_order<kMappedOnly>(k, t.ranks, [&](std::uint32_t rank) {
+      write_route(a, step, first + planned, rank, t, unit.row[planned][t.nth(rank)]);
+    });
+    if (counts) keep_in_plan(a, first + planned, t);
+  }
   Payload<Mode>& payload = early.payload;
 #pragma unroll 1
   for (std::uint32_t i = 0; i < n; ++i) {
-    PlannedToken<kMappedOnly> t = early.token;
-    if (n > 1) {
-      const std::uint32_t lane = threadIdx.x % 32, at = i * k.c.top_k + lane;
-      t.choose(a, lane < k.c.top_k ? s.plan.ids[at] : -1, lane < k.c.top_k ? s.plan.weights[at] : 0.0f);
-    }
-    plan.place(a, first, i, s.plan, experts, t);
-    t.find_rows(k, s.rows_at);
+    const auto ranks = static_cast<typename PlannedToken<kMappedOnly>::Ranks>(unit.ranks[i]);
 #pragma unroll 1
     for (std::uint32_t at = 0; at < k.payload_bytes; at += Payload<Mode>::kBytes) {
       // The next vec16 of this token, or the next token, is loaded while this vec16 is stored.
@@ -299,14 +304,14 @@ __device__ inline void send_tokens(const DispatchArguments& a, std::uint32_t ste
         next.load(k, a.x + std::uint64_t{token_of<kMappedOnly>(k, first + i + (more ? 0 : 1))} * a.x_stride, k.payload_bytes,
                   more ? at + Payload<Mode>::kBytes : 0);
       if (!payload.shows(k.payload_bytes, at)) unit.looks_blank[i] = true;
-      store_token<Mode, kMappedOnly>(a, step, first + i, at, payload, t);
+      visit_in_order<kMappedOnly>(k, ranks, [&](std::uint32_t rank) {
+        fuzz_delay(k, std::uint64_t{step} << 32 | rank << 24 | at);
+        payload.store(k, unit.row[i][count_ranks_below(ranks, rank)], k.payload_bytes, at);
+      });
       if (last) break;
       next.prepare(k);
       payload = next;
     }
-    if (threadIdx.x / 32 != kSenderWarps - 1) continue;
-    tell_rows(k, t, i, unit);
-    if (kMappedOnly || a.ids != nullptr) keep_in_plan(a, first + i, t);
   }
   mark_stage(k, step, Stage::Stored);
 }
@@ -367,10 +372,7 @@ __device__ inline void send_unit(const DispatchArguments& a, std::uint32_t step,
   if (!kMappedOnly && k.remote != 0 && !s.may_send) return;  // all has failed, and ends; the blocks may still be read
   const std::uint32_t turn = sending.sent++ % 2, first = tokens_before(a, unit), n = min(a.own - first, a.tokens_per_unit);
   send_tokens<Mode, kMappedOnly>(a, step, first, n, early, s, experts, s.units[turn]);
-  if (std::is_same_v<Mode, AsIs> && a.scales != nullptr) {
-    sync_senders();
-    write_given_scales(a, first, n, s.units[turn]);
-  }
+  if (std::is_same_v<Mode, AsIs> && a.scales != nullptr) write_given_scales(a, first, n, s.units[turn]);
   mark_stage(k, step, Stage::Routed);
   signal(kStored + turn);
 }

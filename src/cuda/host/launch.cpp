@@ -263,7 +263,7 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   add_nodes(a);
   a.sent = sent_strips(a);
   const bool large = (pieces || !a.release) && a.own >= common_.word_rows;
-  a.received_in = Strips(common_.row_bytes, kReceivedVectors);
+  a.received_in = Strips(common_.row_bytes, received_vectors(a.sent.vectors));
   if (large) ++large_combines_;
   a.sums_own = large && is_mapped_only(a) && a.send && a.recv && !pieces;
   if (pieces) a.pieces = pieces_of(launch);

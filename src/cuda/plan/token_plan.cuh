@@ -121,7 +121,6 @@ struct PlannedToken {
   float weight = 1.0f;
   Ranks ranks = 0;  // that want it; every lane has them
   std::uint32_t row[kRanksOfLane] = {};
-  char* at[kRanksOfLane];  // where the rows are, at the peers
 
   // Finds out what its ids say: the ranks that want it, and how many of its lower choices name the same expert.
   __device__ void choose(const DispatchArguments& a, std::int32_t its_id, float its_weight) {
@@ -141,66 +140,38 @@ struct PlannedToken {
   // Returns the rank's index among those that want it.
   __device__ std::uint32_t nth(std::uint32_t rank) const { return count_ranks_below(ranks, rank); }
   __device__ std::uint32_t count() const { return count_ranks(ranks); }
-
-  __device__ void find_rows(const Common& k, char* const* rows_at) {
-#pragma unroll
-    for (std::uint32_t i = 0; i < kRanksOfLane; ++i)
-      at[i] = rows_at[threadIdx.x % 32 + 32 * i] + std::uint64_t{row[i]} * k.dispatch.row_bytes;
-  }
-  __device__ char* row_at(std::uint32_t rank) const {
-    return of_lane(at[kMappedOnly || rank < 32 ? 0 : kRanksOfLane - 1], static_cast<int>(rank % 32));
-  }
 };
 
-// Walks through the tokens of a unit. Each warp does so for itself, so that none waits for another's result.
+// Takes what an earlier dispatch of the same choices has planned: rows of ranks, and which of its experts' each choice is.
 template <bool kMappedOnly>
-struct UnitPlan {
-  using Token = PlannedToken<kMappedOnly>;
-  std::uint32_t rows[Token::kRanksOfLane];  // so far, of ranks lane and lane + 32
-
-  __device__ explicit UnitPlan(const PlanShared& s) {
-#pragma unroll
-    for (std::uint32_t i = 0; i < Token::kRanksOfLane; ++i) rows[i] = s.rows_before[threadIdx.x % 32 + 32 * i];
+__device__ inline void take_from_plan(const DispatchArguments& a, std::uint32_t own, PlannedToken<kMappedOnly>& t) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32;
+  const std::uint64_t at = std::uint64_t{own} * k.c.top_k + lane;
+  std::uint32_t mine = kNone;
+  if (lane < k.c.top_k) {
+    mine = a.plan.token_rows[at];
+    t.index = a.plan.index[at];
   }
-  // Where the nth token's rows are, which begins the unit's tokens with `first`, and which of its experts' each choice is.
-  __device__ void place(const DispatchArguments& a, std::uint32_t first, std::uint32_t nth, const PlanShared& s,
-                        const std::uint32_t* experts, Token& t) {
-    const Common& k = a.common;
-    if (!kMappedOnly && a.ids == nullptr) {
-      take_from_plan(a, first + nth, t);
-      return;
-    }
-#pragma unroll
-    for (std::uint32_t i = 0; i < Token::kRanksOfLane; ++i) {
-      t.row[i] = rows[i];
-      rows[i] += t.wanted_by(threadIdx.x % 32 + 32 * i) ? 1 : 0;
-    }
-    if (t.id < 0) return;
-    t.index += experts[t.id];
 #pragma unroll 1
-    for (std::uint32_t i = 0; i < nth * k.c.top_k; ++i) t.index += s.ids[i] == t.id;
+  for (std::uint32_t i = 0; i < k.c.top_k; ++i) {
+    const std::uint32_t entry = __shfl_sync(~0u, mine, i);
+    if (entry == kNone) break;
+    const std::uint32_t rank = entry >> 20;
+    t.ranks |= typename PlannedToken<kMappedOnly>::Ranks{1} << rank;
+    if (lane == rank % 32) t.row[rank / 32 % t.kRanksOfLane] = entry & 0xfffffu;
   }
+}
 
- private:
-  __device__ static void take_from_plan(const DispatchArguments& a, std::uint32_t own, Token& t) {
-    const Common& k = a.common;
-    const std::uint32_t lane = threadIdx.x % 32;
-    const std::uint64_t at = std::uint64_t{own} * k.c.top_k + lane;
-    std::uint32_t mine = kNone;
-    if (lane < k.c.top_k) {
-      mine = a.plan.token_rows[at];
-      t.index = a.plan.index[at];
-    }
-#pragma unroll 1
-    for (std::uint32_t i = 0; i < k.c.top_k; ++i) {
-      const std::uint32_t entry = __shfl_sync(~0u, mine, i);
-      if (entry == kNone) break;
-      const std::uint32_t rank = entry >> 20;
-      t.ranks |= typename Token::Ranks{1} << rank;
-      if (lane == rank % 32) t.row[rank / 32 % Token::kRanksOfLane] = entry & 0xfffffu;
-    }
-  }
-};
+// Finds out which of its experts' each choice of a unit's nth token is, behind those of earlier tokens.
+template <bool kMappedOnly>
+__device__ inline void count_earlier(const DispatchArguments& a, std::uint32_t nth, const PlanShared& s, const std::uint32_t* experts,
+                                     PlannedToken<kMappedOnly>& t) {
+  if (t.id < 0) return;
+  t.index += experts[t.id];
+#pragma unroll 4
+  for (std::uint32_t i = 0; i < nth * a.common.c.top_k; ++i) t.index += s.ids[i] == t.id;
+}
 
 // Calls visit(rank) for each of these ranks: remote ones first, whose way is longer; of each kind from rank + 1 on, itself last.
 template <bool kMappedOnly, typename Visit>

@@ -52,7 +52,7 @@ struct DispatchExtras<false> {
     for (std::uint32_t peer = threadIdx.x % 32; peer < k.c.world; peer += 32) {
       std::uint32_t rows = 0;
       for (std::uint32_t i = 0; i < kMostTokensOfUnit; ++i) rows += (unit.ranks[i] & k.remote) >> peer & 1;
-      if (rows != 0) count_rows(k, step, Op::Dispatch, peer, unit.next_row[peer] - rows, rows, RowsOfBlock(a.plan.rows + peer));
+      if (rows != 0) count_rows(k, step, Op::Dispatch, peer, unit.first_row[peer], rows, RowsOfBlock(a.plan.rows + peer));
     }
   }
   __device__ static bool await_remote_row(const Common& k, std::uint32_t step, std::uint32_t source, std::uint32_t row) {

@@ -109,11 +109,11 @@ __device__ inline bool answer_strip(const CombineArguments& a, std::uint32_t ste
   char* const to = block_for(k, set, Op::Combine, source) + r.answer.row_at(row);
   Sums<T, kReceivedVectors> sums;
   sums.start(-0.0f);
-  for (std::uint32_t first = 0; first < n; first += ArrivingStrips::kRows) {
-    ArrivingStrips arriving(begin, end);
+  for (std::uint32_t first = 0; first < n; first += ArrivingStrips<kReceivedVectors>::kRows) {
+    ArrivingStrips<kReceivedVectors> arriving(begin, end);
     if (!await_strips<false, T>(a, step, first, n, from, rank << 20, arriving)) return false;
 #pragma unroll
-    for (int i = 0; i < ArrivingStrips::kRows; ++i)
+    for (int i = 0; i < ArrivingStrips<kReceivedVectors>::kRows; ++i)
       if (arriving.row[i] != nullptr) sums.add_row(arriving.v[i]);
     arriving.make_places_blank();
   }
