@@ -197,7 +197,7 @@ class Exchange:
     @property
     def large_tokens(self) -> int:
         """
-        Steps of this many tokens or more are large, where any are.
+        Combines of this many tokens or more are large, where any are.
         """
     @property
     def memory(self) -> SharedMemory:
@@ -252,7 +252,7 @@ def gdrcopy_refusal(device: int) -> str | None:
     """
 def large_tokens(config: pplx_comm._core.Config, device: int, num_sms: int) -> int:
     """
-    The number of tokens from which steps should be large on this GPU. num_sms: 0: all.
+    The number of tokens from which combines should be large on this GPU. num_sms: 0: all.
     """
 def leave_blank(config: pplx_comm._core.Config, heap: SharedMemory) -> None:
     """

@@ -234,8 +234,8 @@ class Settings:
     )  # fmt: skip
     large_tokens: int = _variable(
         "PPLX_COMM_LARGE_TOKENS", _whole(1, 2**31), "1 to 2^31",
-        "On GPUs of one node, steps of at least this number of tokens take the large kernels; the same on all ranks", value=0,
-        default="by GPU, num_sms and shape: src/cuda/large/tuning.h",
+        "On GPUs of one node, tokens from which a combine takes the large kernels, a dispatch from twice that; all ranks alike",
+        value=0, default="by GPU, num_sms and shape: src/cuda/large/tuning.h",
     )  # fmt: skip
     sending_share: int = _variable(
         "PPLX_COMM_SENDING_SHARE", _whole(1, 100), "1 to 100",

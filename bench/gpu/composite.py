@@ -2,8 +2,8 @@
 
 Dispatch: every token is read, and a row stored to each rank that wants it; the rows that lie here are read, and stored to all
 their places. Combine: the expert rows of every row that lies here are read, and their sum stored to its source; the sums that lie
-here are read, and the sum of each token's stored. As in a step, a rank's own rows go through its own block. There is no plan, no
-protocol, no quantising and no wait: all addresses are known, and what lies here came with an earlier launch.
+here are read, and the sum of each token's stored. As in a step of few tokens, a rank's own rows go through its own block. There is
+no plan, no protocol, no quantising and no wait: all addresses are known, and what lies here came with an earlier launch.
 """
 
 from __future__ import annotations

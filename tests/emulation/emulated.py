@@ -291,9 +291,10 @@ def by_large(me: Any, module: str, case: Case) -> list[int]:
         stats = a2a.stats()
         steps = [step for step in runner.steps if len(step.tokens[me.rank].ids) > 0]
         combined = [step for step in steps if not step.released]
-        for name, wanted in (("large_dispatches", len(steps)), ("large_combines", len(combined))):
+        dispatched = [step for step in steps if len(step.tokens[me.rank].ids) >= 2 * stats["large_tokens"]]
+        for name, wanted in (("large_dispatches", len(dispatched)), ("large_combines", len(combined))):
             outcomes.must(stats[name] >= wanted, name, stats[name], "of", wanted)
-        return [len(steps), len(combined)]
+        return [len(dispatched), len(combined)]
 
 
 def explained(me: Any, module: str, case: Case) -> list[list[dict[str, Any]]]:

@@ -60,7 +60,8 @@ def test_explain_names_the_kernels_of_a_step(layout: str, large: str) -> None:
             assert [launch["kernel"] for launch in of_one] == ["decode::dispatch", "decode::combine"]
             assert [launch["kernel"] for launch in of_all] == ["large::dispatch", large]
             assert all(launch["grid"] == 7 and launch["block"] % 32 == 0 for launch in of_one + of_all)
-            assert "1 tokens are fewer than 4" in of_one[0]["why"] and "8 tokens are large, from 4 on" in of_all[1]["why"]
+            assert "1 tokens are fewer than 8" in of_one[0]["why"] and "8 tokens are large, from 8 on" in of_all[0]["why"]
+            assert "1 tokens are fewer than 4" in of_one[1]["why"] and "8 tokens are large, from 4 on" in of_all[1]["why"]
             assert of_all[0]["shared_bytes"] > of_one[0]["shared_bytes"] > 0
 
 

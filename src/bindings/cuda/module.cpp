@@ -338,9 +338,9 @@ void bind_exchange(py::module_& m) {
           },
           py::arg("combine"), "Device memory of int64 numbers, and how many.")
       .def_property_readonly("memory", &Exchange::memory, "Memory that peers write into.")
-      .def_property_readonly("large_tokens", &Exchange::large_tokens, "Steps of this many tokens or more are large, where any are.");
+      .def_property_readonly("large_tokens", &Exchange::large_tokens, "Combines of this many tokens or more are large, where any are.");
   m.def("large_tokens", &tuned_large_tokens, py::arg("config"), py::arg("device"), py::arg("num_sms"),
-        "The number of tokens from which steps should be large on this GPU. num_sms: 0: all.");
+        "The number of tokens from which combines should be large on this GPU. num_sms: 0: all.");
   m.def(
       "clear", [](const SharedMemory& heap) { clear(heap, nullptr); }, py::arg("heap"), "Makes it as it is when it is new.");
   m.def(

@@ -36,7 +36,7 @@ void leave_blank(const Config& config, const SharedMemory& heap, cudaStream_t st
 // A dispatch whose rows are not read opens a step for its combine: of each row this much travels, so that all else is as always.
 void only_beginnings(Common& k);
 
-// The number of tokens from which a step is large, as this rank's GPU would have it; num_sms: as in the constructor.
+// The number of tokens from which a combine is large, as this rank's GPU would have it; num_sms: as in the constructor.
 std::uint32_t tuned_large_tokens(const Config& config, int device, std::uint32_t num_sms);
 
 #ifdef PPLX_CARRIER
@@ -85,7 +85,7 @@ class Exchange {
     }
   };
 
-  // large_tokens: a step of this many or more is large, the same on all ranks. sending_share: of its thread blocks, in percent; 0: as tuned.
+  // large_tokens: a combine of this many or more is large, the same on all ranks. sending_share: of its thread blocks, in percent; 0: as tuned.
   Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t large_tokens,
            std::uint32_t sending_share, bool counts);
   ~Exchange();
@@ -162,6 +162,7 @@ class Exchange {
   void lay_host();
   void lay_rails(const std::vector<bool>& alive, const Rails& relays);
   void find_relays(const std::vector<bool>& alive);
+  std::uint32_t large_dispatch() const;  // tokens from which on a dispatch is large
   bool is_large(const Launch& launch, const DispatchArguments& a) const;
   void check_pieces() const;
   void make_round_counts();

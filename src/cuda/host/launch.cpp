@@ -51,9 +51,14 @@ DispatchHooks dispatch_hooks(const Common& k, std::uint32_t* words) {
 
 }  // namespace
 
+std::uint32_t Exchange::large_dispatch() const {
+  if (common_.heap.in_pieces || common_.word_rows == kNone) return common_.word_rows;
+  return static_cast<std::uint32_t>(std::min<std::uint64_t>(std::uint64_t{kLargeDispatch} * common_.word_rows, kNone));
+}
+
 bool Exchange::is_large(const Launch& launch, const DispatchArguments& a) const {
   const auto fits = [](const void* at) { return reinterpret_cast<std::uintptr_t>(at) % 16 == 0; };
-  if (fits(a.out.x) && fits(a.out.scales) && ((launch.halves & kSend) == 0 || fits(a.x))) return a.own >= common_.word_rows;  // as in its combine
+  if (fits(a.out.x) && fits(a.out.scales) && ((launch.halves & kSend) == 0 || fits(a.x))) return a.own >= large_dispatch();
   if (common_.heap.in_pieces) throw Misuse("dispatch: with slot_bytes= tensors must begin at multiples of 16 bytes");
   return false;
 }
@@ -196,28 +201,31 @@ std::vector<ExplainedLaunch> Exchange::explain(std::uint32_t tokens) const {
   const Config& c = common_.c;
   const std::uint32_t own = common_.slice.tokens(tokens);
   if (own > common_.most_rows) throw Misuse(too_many_tokens_text(tokens, common_.slice.of, common_.most_rows));
-  const bool large = own >= common_.word_rows;
   DispatchArguments d;
   d.common = common_;
   d.ids = &common_;  // a plan is made
-  DispatchCall dispatch(d, large);
+  DispatchCall dispatch(d, own >= large_dispatch());
   dispatch.hooks = has_hooks_;
   CombineArguments a;
   a.common = common_;
   a.tokens = tokens;
   add_nodes(a);
   a.sent = sent_strips(a);
-  const CombineCall combine(a, large);
-  const std::string size = common_.word_rows == 0 ? "every step of this AllToAll in pieces is large" : common_.word_rows == kNone ? "no step of this AllToAll is large"
-                           : std::to_string(own) + (large ? " tokens are large, from " : " tokens are fewer than ") + std::to_string(common_.word_rows) + (large ? " on" : "");
+  const CombineCall combine(a, own >= common_.word_rows);
+  const auto size = [&](std::uint32_t from) {
+    if (from == 0) return std::string("every step of this AllToAll in pieces is large");
+    if (from == kNone) return std::string("no step of this AllToAll is large");
+    const bool large = own >= from;
+    return std::to_string(own) + (large ? " tokens are large, from " : " tokens are fewer than ") + std::to_string(from) + (large ? " on" : "");
+  };
   const auto peers = [](bool mapped_only, const char* general) { return std::string(mapped_only ? "; all peers are mapped" : general); };
   const std::string rows = c.wire == Wire::Native ? "; rows go as they are" : "; rows are quantised";
   const auto sending = choose(c, dispatch);
   const auto summing = choose(c, combine);
   return {{"dispatch", sending.name, sms_ * kDispatchBlocksPerSm, sending.block, sending.smem,
-           size + rows + peers(dispatch.mapped_only, "; remote or dead peers, replicas or more than 32 ranks take the general kernel")},
+           size(large_dispatch()) + rows + peers(dispatch.mapped_only, "; remote or dead peers, replicas or more than 32 ranks take the general kernel")},
           {"combine", summing.name, common_.combine_blocks, summing.block, summing.smem,
-           size + (combine.few ? "; rows go in narrow strips" : "") +
+           size(common_.word_rows) + (combine.few ? "; rows go in narrow strips" : "") +
                peers(combine.mapped_only, "; remote peers, replicas or sums by node take the general kernel")}};
 }
 

@@ -77,26 +77,22 @@ struct LargeTokens {
   StepShape most;
   std::uint32_t tokens;
 };
-// The first line that holds counts; none: kLargeTokensElsewhere. The least number from which on a dispatch and a combine together are no
-// slower by the large kernels: bench/crossover.py on two H100, and for up to eight ranks on four H200. In pieces steps of more than
-// Config::whole_tokens are large.
+// The first line that holds counts; none: kLargeTokensElsewhere. The least number from which on a combine is about as fast by the large
+// kernels: bench/crossover.py on two H200, on four, and with four ranks on two. In pieces steps of more than Config::whole_tokens are large.
 inline constexpr LargeTokens kLargeTokens[] = {
     // Compact.
     {{132, 8, 14336, 8, false}, 64},
-    {{132, 16, 14336, 2, false}, 128},
-    {{132, 16, 14336, 8, false}, 64},
-    {{132, 24, 14336, 2, false}, 192},
-    {{132, 24, 14336, 8, false}, 128},
-    {{132, 32, 14336, 8, false}, 384},
+    {{132, 16, 14336, 8, false}, 96},
+    {{132, 24, 14336, 8, false}, 160},
+    {{132, 32, 14336, 8, false}, 256},
     {{132, 48, 14336, 8, false}, 512},
     {{132, 64, 14336, 8, false}, 768},
     {{132, 96, 14336, 8, false}, 1024},
-    {{132, 132, 14336, 2, false}, 2048},
     {{132, 132, 14336, 8, false}, 1536},
     // Ragged.
     {{132, 8, 14336, 8, true}, 128},
     {{132, 24, 14336, 8, true}, 256},
-    {{132, 32, 14336, 8, true}, 384},
+    {{132, 32, 14336, 8, true}, 320},
     {{132, 64, 14336, 8, true}, 768},
     {{132, 132, 14336, 8, true}, 2048},
 };
@@ -109,8 +105,10 @@ constexpr std::uint32_t large_tokens(const LargeTokens (&lines)[n], const StepSh
       return tokens;
   return kLargeTokensElsewhere;
 }
-// All ranks agree on the largest number, for all steps: it decides how rows of combine look and which places are blank.
+// All ranks agree on the largest number, for all steps: it decides how rows of combine look and which places are blank. Dispatches, whose
+// kinds understand each other, are large from kLargeDispatch times that number on.
 constexpr std::uint32_t large_tokens(const StepShape& s) { return large_tokens(kLargeTokens, s); }
+inline constexpr std::uint32_t kLargeDispatch = 2;
 
 // Tokens whose rows are counted together. Long chunks are fewer to add up and to plan; short ones spread the tokens evenly. Where there are
 // fewer than kFewTokensOfChunk for each thread block, every block has some.
