@@ -395,6 +395,8 @@ class Buffer:
         where = self.rank, self.group_size, self._nodes
         made = handle = NormalHandle(topk_idx, experts, is_token_in_rank, where)
         lane = self._normal(handle, rows, scale, num_worst_tokens, config)
+        if not num_worst_tokens and lane.capturing():
+            raise Error("dispatch: in a CUDA graph give num_worst_tokens= or handle=, else the host waits for how many rows came")
 
         def call() -> tuple[Any, ...]:
             d = made.dispatch(lane, rows, topk_weights, scale).rows()

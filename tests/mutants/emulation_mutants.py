@@ -191,6 +191,15 @@ MUTANTS = [
         f"{ERROR} and unheard and whole",
     ),
     Mutant(
+        "rows are found before all tokens of a unit say which ranks want them",
+        "src/cuda/decode/dispatch_send.cuh",
+        "  if (n > 1) sync_senders();\n",
+        "",
+        "two tokens of a unit get the same row",
+        PROXY,
+        "_cuda",
+    ),
+    Mutant(
         "part not waited for",
         REMOTE,
         "wanted = parts_of(k, op).part_of(row) + 1;\n",

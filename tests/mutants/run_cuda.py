@@ -95,8 +95,8 @@ MUTANTS = [
     Mutant(
         "rows beyond those that show get no word",
         DISPATCH_SEND,
-        "unit.by_word[token][nth] = t.row[i] >= k.showing_rows;",
-        "unit.by_word[token][nth] = false;",
+        "unit.by_word[nth][place] = t.row[i] >= k.showing_rows;",
+        "unit.by_word[nth][place] = false;",
         "they are waited for in vain",
     ),
     Mutant(
@@ -157,9 +157,9 @@ MUTANTS = [
     Mutant(
         "a place is made blank before its row is read",
         COMBINE_RECV,
-        "        strips.missing |= 1u << (i * kReceivedVectors + j);\n",
+        "        strips.missing |= 1u << (i * kVectors + j);\n",
         """      {
-        strips.missing |= 1u << (i * kReceivedVectors + j);
+        strips.missing |= 1u << (i * kVectors + j);
         make_blank(strips.row[i] + strips.begin + j * 512);
       }
 """,
@@ -181,8 +181,8 @@ MUTANTS = [
     Mutant(
         "only the first piece of a lane is waited for",
         COMBINE_RECV,
-        "if ((bits >> (i * kReceivedVectors + j) & 1) != 0 && !is_blank(v[i][j])) missing &= ~(1u << (i * kReceivedVectors + j));",
-        "if ((bits >> (i * kReceivedVectors + j) & 1) != 0 && (j != 0 || !is_blank(v[i][j]))) missing &= ~(1u << (i * kReceivedVectors + j));",
+        "if ((bits >> (i * kVectors + j) & 1) != 0 && !is_blank(v[i][j])) missing &= ~(1u << (i * kVectors + j));",
+        "if ((bits >> (i * kVectors + j) & 1) != 0 && (j != 0 || !is_blank(v[i][j]))) missing &= ~(1u << (i * kVectors + j));",
         "the other pieces of its strip travel on their own, and may come later",
     ),
     Mutant(
@@ -244,11 +244,11 @@ MUTANTS = [
     Mutant(
         "a step is closed too early",
         COMBINE,
-        """    receive_combine<T, kMappedOnly>(a, step, s);
+        """    receive_combine<T, kMappedOnly, received_vectors(kSent)>(a, step, s);
     close_set(k, step);
   }
 """,
-        """    receive_combine<T, kMappedOnly>(a, step, s);
+        """    receive_combine<T, kMappedOnly, received_vectors(kSent)>(a, step, s);
   }
   if (a.send) close_set(k, step);
 """,

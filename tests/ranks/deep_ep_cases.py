@@ -391,19 +391,25 @@ def closed_lanes(me: Any, seed: int, layer: Layer, tokens: list[int]) -> None:
     other.destroy()
 
 
-def captured(me: Any) -> str:
-    """Returns what a dispatch in a capture says while two from before it are open. torch is made to see a capture."""
+def captured(me: Any) -> tuple[str, str]:
+    """Returns what a dispatch in a capture says while two from before it are open, and one whose host would wait for its rows. torch is made
+    to see a capture."""
     b = buffer(me, fresh=True)
     x, ids = torch.ones(2, 64, dtype=torch.bfloat16), torch.tensor([[0, 1], [2, -1]])
     call = lambda: b.low_latency_dispatch(x, ids, 2, 8, use_fp8=False)  # noqa: E731
     for _ in range(2):
         call()
-    (lane,) = lanes(b)
-    lane._gpu = True
+    _, _, per_expert, wanted, _ = b.get_dispatch_layout(ids, 8)
+    normal = lambda: b.dispatch(x, is_token_in_rank=wanted, num_tokens_per_expert=per_expert, topk_idx=ids)  # noqa: E731
+    normal()
+    for other in lanes(b):
+        other._gpu = True
     with mock.patch("torch.cuda.is_current_stream_capturing", return_value=True):
-        told = raised(call)["message"]
-    lane._gpu = False
-    call()  # the refusal took no step
+        told = raised(call)["message"], raised(normal)["message"]
+    for other in lanes(b):
+        other._gpu = False
+    call()  # the refusals took no step
+    normal()
     dist.barrier()
     b.destroy()
     return told
