@@ -120,7 +120,7 @@ class LowLatencyHandle(Handle):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, Step]:
         """Rows, scales, counts, and their step. hook: they are there once it was received. packs: scales as UE8M0."""
         noted = None if waits is None else _noting(lane, "dispatch", waits)
-        step = self.dispatch(lane, x, send_only=hook)
+        self.step = step = lane.dispatch(x, self.ids, send_only=hook)
         d = step.d
         assert d is not None
         if not packs and stats is None and noted is None:

@@ -18,6 +18,7 @@ inline constexpr std::uint32_t kDispatchThreads = 32 * kDispatchWarps;
 // Tokens of a send unit. A warp plans each, so one more costs a thread block less than another unit does; but where thread blocks
 // are enough to fill the link, two units of each leave it fewer gaps.
 inline constexpr std::uint32_t kMostTokensOfUnit = 8, kFewBlocks = 48;
+static_assert(kMostTokensOfUnit <= kSenderWarps);
 constexpr std::uint32_t tokens_per_unit(std::uint32_t tokens, std::uint32_t blocks) {
   const std::uint32_t at_once = (tokens + blocks - 1) / blocks;
   if (at_once <= (blocks <= kFewBlocks ? kMostTokensOfUnit : 2)) return std::max(1u, at_once);
