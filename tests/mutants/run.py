@@ -2,7 +2,7 @@
 
     python tests/mutants/run.py                    all
     python tests/mutants/run.py EAGAIN wrap        those whose names have one of these words
-    python tests/mutants/run.py --drawn            one in six of them, others at each commit
+    python tests/mutants/run.py --drawn            one in eight of them, others at each commit
 
 The tree as it is needs no build of its own: its objects are those of `make build`. A mutant compiles the files that depend on its own
 and that its catcher is linked of, in a folder of its own, and links them with the objects of the others; a few at a time.
@@ -41,7 +41,7 @@ LIBRARY = "libpplx_core.a"
 PARTS = ("pplx_core", "pplx_vector_")  # the targets whose objects are in it
 RUN_LIMIT = 120.0  # seconds; the whole tree takes less for each catcher, so a mutant that takes longer hangs
 FASTER = "-O1"  # than what `make build` compiles with: most mutants are caught at once, and compiling them is what takes time
-DRAWN = 6  # one mutant in that many is drawn
+DRAWN = 8  # one mutant in that many is drawn
 AT_ONCE = (os.cpu_count() or 1) + 2  # more than cores: some mutants are caught by waiting
 
 T = TypeVar("T")
