@@ -37,6 +37,19 @@ void check_table() {
   CHECK_EQ(large_tokens(StepShape{}), kLargeTokensElsewhere);
 }
 
+// A dispatch of few tokens: one unit a thread block while it is short, then two, then units of eight.
+void check_units() {
+  CHECK_EQ(tokens_per_unit(0, 132), 1u);
+  CHECK_EQ(tokens_per_unit(128, 132), 1u);
+  CHECK_EQ(tokens_per_unit(256, 132), 2u);
+  CHECK_EQ(tokens_per_unit(512, 132), 2u);
+  CHECK_EQ(tokens_per_unit(1024, 132), 4u);
+  CHECK_EQ(tokens_per_unit(128, 24), 6u);
+  CHECK_EQ(tokens_per_unit(192, 24), 8u);
+  CHECK_EQ(tokens_per_unit(256, 24), 6u);
+  CHECK_EQ(tokens_per_unit(4096, 24), 8u);
+}
+
 // Few tokens are spread over all thread blocks; no step has more chunks than memory is made for.
 void check_chunks() {
   for (std::uint32_t tokens = 1; tokens <= 4096; ++tokens)
@@ -74,6 +87,7 @@ void check_sending_blocks() {
 int main() {
   check_lines();
   check_table();
+  check_units();
   check_chunks();
   check_tokens_on_their_way();
   check_sending_blocks();
