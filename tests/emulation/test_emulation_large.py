@@ -154,7 +154,7 @@ def test_large_steps_of_sums_of_many_rows(room: int) -> None:
 
 def test_large_steps_beside_rows_that_show() -> None:
     """Rows that are only copied, of sources with many; those of sources with few go out tile by tile, from the same memory."""
-    with Crew(4, {"PPLX_COMM_LARGE_TOKENS": "10"}) as crew:
+    with Crew(4, {"PPLX_COMM_LARGE_TOKENS": "5"}) as crew:
         for number in numbers(4):
             case = Case(
                 seed() + number, 4, num_experts=8, top_k=3, hidden=2048, max_tokens=24, layout="compact", crowd="uneven", steps=4
@@ -165,7 +165,7 @@ def test_large_steps_beside_rows_that_show() -> None:
 @pytest.mark.parametrize("layout", ["ragged", "compact"])
 def test_few_rows_of_ranks_with_many_tokens(layout: str) -> None:
     """Rows that come back have arrival words, though a block has fewer of them than a rank with few tokens may have."""
-    with Crew(4, {"PPLX_COMM_LARGE_TOKENS": "20"}) as crew:
+    with Crew(4, {"PPLX_COMM_LARGE_TOKENS": "10"}) as crew:
         for number, crowd in enumerate(("full", "uneven")):
             case = Case(seed() + number, 4, num_experts=8, top_k=1, hidden=272, max_tokens=30, layout=layout, crowd=crowd, steps=4)
             crew.run("emulated:call", module(), "rank_cases:exchange", case)
@@ -174,14 +174,14 @@ def test_few_rows_of_ranks_with_many_tokens(layout: str) -> None:
 @pytest.mark.parametrize("wire", ["native", "fp8"])
 def test_large_steps_of_any_bits(wire: str) -> None:
     """Places are blank again for what comes after."""
-    with Crew(2, {"PPLX_COMM_LARGE_TOKENS": "10"}) as crew:
+    with Crew(2, {"PPLX_COMM_LARGE_TOKENS": "5"}) as crew:
         case = Case(seed(), 2, num_experts=8, top_k=3, hidden=272, max_tokens=20, wire=wire)
         crew.run("emulated:call", module(), "gpu_cases:rows_that_look_blank", case, 6)
 
 
 def test_long_rows_of_many_from_ranks_with_few() -> None:
     """A rank with few tokens returns rows with arrival words, too, when it got many. Warps have five runs of strips of each."""
-    with Crew(2, {"PPLX_COMM_LARGE_TOKENS": "12"}) as crew:
+    with Crew(2, {"PPLX_COMM_LARGE_TOKENS": "6"}) as crew:
         for number, crowd in enumerate(("one_has_none", "uneven", "one_has_all", "uneven")):
             case = Case(seed() + number, 2, num_experts=6, top_k=2, hidden=9216, max_tokens=24, crowd=crowd, steps=4)
             crew.run("emulated:call", module(), "rank_cases:exchange", case)
@@ -189,10 +189,10 @@ def test_long_rows_of_many_from_ranks_with_few() -> None:
 
 @pytest.mark.parametrize("layout", ["ragged", "padded", "compact"])
 def test_large_steps_and_steps_of_few_in_turn(layout: str) -> None:
-    """As on the CPU device, in the same memory."""
-    with Crew(2, {"PPLX_COMM_LARGE_TOKENS": "30"}) as crew:
+    """As on the CPU device, in the same memory. Dispatches are large from 30 tokens on, combines from 15."""
+    with Crew(2, {"PPLX_COMM_LARGE_TOKENS": "15"}) as crew:
         case = Case(seed(), 2, num_experts=8, top_k=3, hidden=144, max_tokens=80, wire="fp8", layout=layout, align=4)
-        tokens_of = [40, 3, 3, 80, 29, 30, 1, 1, *[40, 5] * 6]
+        tokens_of = [40, 3, 3, 80, 29, 30, 14, 15, 1, 1, *[40, 20, 5] * 4]
         crew.run("emulated:call", module(), "gpu_cases:both_devices", case, len(tokens_of), tokens_of=tokens_of)
 
 

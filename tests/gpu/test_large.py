@@ -86,7 +86,7 @@ def test_full_rows(crew: Crews, dtype: str) -> None:
 
 def test_large_and_small_steps_in_turn(crew: Crews) -> None:
     """Places of rows that show by themselves are blank again after rows with arrival words."""
-    tokens_of = [2000, 64, 64, 900, 3, 4096, 700, 767, 768, 128]
+    tokens_of = [2000, 64, 64, 900, 3, 4096, 700, 767, 768, 383, 384, 128]
     crew.run("gpu_cases:both_devices", large(crew.world_size), len(tokens_of), tokens_of=tokens_of, timeout=120)
 
 
