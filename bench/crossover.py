@@ -1,4 +1,5 @@
-"""From how many tokens the large kernels are faster, by number of multiprocessors: what PPLX_COMM_LARGE_TOKENS should be.
+"""From how many tokens the large kernels are faster, by number of multiprocessors. PPLX_COMM_LARGE_TOKENS should be what a combine
+says; a dispatch is large from twice that.
 
 mpirun -n 2 --bind-to none python bench/crossover.py --wire fp8 --num-sms 8,16,24,32,all --json crossover.json
 

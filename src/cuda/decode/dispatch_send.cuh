@@ -273,18 +273,17 @@ __device__ inline void send_tokens(const DispatchArguments& a, std::uint32_t ste
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, planned = planned_by_warp();
   const bool counts = kMappedOnly || a.ids != nullptr;
+  PlannedToken<kMappedOnly>& t = early.token;
   if (planned < n) {
-    PlannedToken<kMappedOnly>& t = early.token;
     const std::uint32_t at = planned * k.c.top_k + lane;
     if (n > 1) t.choose(a, lane < k.c.top_k ? s.plan.ids[at] : -1, lane < k.c.top_k ? s.plan.weights[at] : 0.0f);
     if (!counts) take_from_plan(a, first + planned, t);
     if (lane == 0) unit.ranks[planned] = t.ranks;
   }
   if (n > 1) sync_senders();
-  if (planned < n) find_rows(a, planned, s, unit, early.token);
+  if (planned < n) find_rows(a, planned, s, unit, t);
   sync_senders();
   if (planned < n) {
-    PlannedToken<kMappedOnly>& t = early.token;
     if (counts) count_earlier(a, planned, s.plan, experts, t);
     visit_in_order<kMappedOnly>(k, t.ranks, [&](std::uint32_t rank) {
       write_route(a, step, first + planned, rank, t, unit.row[planned][t.nth(rank)]);

@@ -82,8 +82,10 @@ Common common_of(const Config& c, double timeout_seconds) {
   k.showing_rows = k.scale_vec16s <= 32 ? kShowingRows : 0;  // a warp looks at all of them at once
   k.row_bytes = c.hidden * dtype_bytes(c.dtype);
   // The dividend is a strip's number among those of all rows.
-  const std::uint64_t most = (std::uint64_t{c.world} * k.most_rows + 1) * ceil_div(k.row_bytes, kReceivedVectorsOfFew * 512);
-  if (most * ceil_div(k.row_bytes, kReceivedVectorsOfFew * 512) >> 32 != 0) throw Misuse("device='cuda': rows times row bytes exceed the 32-bit index of strips; reduce max_tokens_per_rank");
+  const std::uint64_t strips = ceil_div(k.row_bytes, kReceivedVectorsOfFew * 512);
+  const std::uint64_t most = (std::uint64_t{c.world} * k.most_rows + 1) * strips;
+  if (most * strips >> 32 != 0)
+    throw Misuse("device='cuda': rows times row bytes exceed the 32-bit index of strips; reduce max_tokens_per_rank");
   // With relays a wait may be for what another rank waits for: see relays.cuh.
   const double longer = c.node_ranks != 0 ? (deadlines::kAnswered.seconds + deadlines::kPassedOn.seconds) * deadlines::kApart : 0;
   k.timeout_ns = static_cast<std::uint64_t>((timeout_seconds + longer) * 1e9);

@@ -85,7 +85,8 @@ class Exchange {
     }
   };
 
-  // large_tokens: a combine of this many or more is large, the same on all ranks. sending_share: of its thread blocks, in percent; 0: as tuned.
+  // large_tokens: a combine of this many or more is large, the same on all ranks. sending_share: of a large dispatch's thread blocks, in
+  // percent; 0: as tuned.
   Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t large_tokens,
            std::uint32_t sending_share, bool counts);
   ~Exchange();

@@ -215,15 +215,16 @@ std::vector<ExplainedLaunch> Exchange::explain(std::uint32_t tokens) const {
   const auto size = [&](std::uint32_t from) {
     if (from == 0) return std::string("every step of this AllToAll in pieces is large");
     if (from == kNone) return std::string("no step of this AllToAll is large");
-    const bool large = own >= from;
-    return std::to_string(own) + (large ? " tokens are large, from " : " tokens are fewer than ") + std::to_string(from) + (large ? " on" : "");
+    const std::string tokens = std::to_string(own) + " tokens are ", least = std::to_string(from);
+    return own >= from ? tokens + "large, from " + least + " on" : tokens + "fewer than " + least;
   };
   const auto peers = [](bool mapped_only, const char* general) { return std::string(mapped_only ? "; all peers are mapped" : general); };
   const std::string rows = c.wire == Wire::Native ? "; rows go as they are" : "; rows are quantised";
   const auto sending = choose(c, dispatch);
   const auto summing = choose(c, combine);
   return {{"dispatch", sending.name, sms_ * kDispatchBlocksPerSm, sending.block, sending.smem,
-           size(large_dispatch()) + rows + peers(dispatch.mapped_only, "; remote or dead peers, replicas or more than 32 ranks take the general kernel")},
+           size(large_dispatch()) + rows +
+               peers(dispatch.mapped_only, "; remote or dead peers, replicas or more than 32 ranks take the general kernel")},
           {"combine", summing.name, common_.combine_blocks, summing.block, summing.smem,
            size(common_.word_rows) + (combine.few ? "; rows go in narrow strips" : "") +
                peers(combine.mapped_only, "; remote peers, replicas or sums by node take the general kernel")}};
