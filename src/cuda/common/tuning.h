@@ -25,6 +25,10 @@ constexpr std::uint32_t tokens_per_unit(std::uint32_t tokens, std::uint32_t bloc
   return std::min(kMostTokensOfUnit, (at_once + 1) / 2);
 }
 
+// Parts of tokens that a sender loads while it stores one, where it has the registers for them: parts of at most kBytesOfPart.
+inline constexpr int kPartsAhead = 2;
+inline constexpr std::uint32_t kBytesOfPart = 32;
+
 // A warp receives this much of a row at once, seven 16-byte vectors a lane.
 inline constexpr std::uint32_t kPartBytes = 3584;
 

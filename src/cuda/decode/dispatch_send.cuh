@@ -273,6 +273,17 @@ __device__ inline void send_tokens(const DispatchArguments& a, std::uint32_t ste
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, planned = planned_by_warp();
   const bool counts = kMappedOnly || a.ids != nullptr;
+  // Parts of tokens that are on their way in while one is stored.
+  constexpr int kAhead = kMappedOnly && sizeof(Payload<Mode>) <= kBytesOfPart ? kPartsAhead : 1;
+  Payload<Mode> ahead[kAhead];
+  std::uint32_t asked = 0, asked_at = 0;  // token and byte of the last of them
+  const auto ask = [&](Payload<Mode>& part) {
+    asked_at += Payload<Mode>::kBytes;
+    if (asked_at >= k.payload_bytes) ++asked, asked_at = 0;
+    if (asked < n) part.load(k, a.x + std::uint64_t{token_of<kMappedOnly>(k, first + asked)} * a.x_stride, k.payload_bytes, asked_at);
+  };
+#pragma unroll
+  for (int i = 0; i + 1 < kAhead; ++i) ask(ahead[i]);
   PlannedToken<kMappedOnly>& t = early.token;
   if (planned < n) {
     const std::uint32_t at = planned * k.c.top_k + lane;
@@ -290,27 +301,23 @@ __device__ inline void send_tokens(const DispatchArguments& a, std::uint32_t ste
     });
     if (counts) keep_in_plan(a, first + planned, t);
   }
-  Payload<Mode>& payload = early.payload;
 #pragma unroll 1
-  for (std::uint32_t i = 0; i < n; ++i) {
+  for (std::uint32_t i = 0, at = 0;;) {
     const auto ranks = static_cast<typename PlannedToken<kMappedOnly>::Ranks>(unit.ranks[i]);
-#pragma unroll 1
-    for (std::uint32_t at = 0; at < k.payload_bytes; at += Payload<Mode>::kBytes) {
-      // The next vec16 of this token, or the next token, is loaded while this vec16 is stored.
-      const bool more = at + Payload<Mode>::kBytes < k.payload_bytes, last = !more && i + 1 == n;
-      Payload<Mode> next;
-      if (!last)
-        next.load(k, a.x + std::uint64_t{token_of<kMappedOnly>(k, first + i + (more ? 0 : 1))} * a.x_stride, k.payload_bytes,
-                  more ? at + Payload<Mode>::kBytes : 0);
-      if (!payload.shows(k.payload_bytes, at)) unit.looks_blank[i] = true;
-      visit_in_order<kMappedOnly>(k, ranks, [&](std::uint32_t rank) {
-        fuzz_delay(k, std::uint64_t{step} << 32 | rank << 24 | at);
-        payload.store(k, unit.row[i][count_ranks_below(ranks, rank)], k.payload_bytes, at);
-      });
-      if (last) break;
-      next.prepare(k);
-      payload = next;
-    }
+    ask(ahead[kAhead - 1]);
+    Payload<Mode>& payload = early.payload;
+    if (!payload.shows(k.payload_bytes, at)) unit.looks_blank[i] = true;
+    visit_in_order<kMappedOnly>(k, ranks, [&](std::uint32_t rank) {
+      fuzz_delay(k, std::uint64_t{step} << 32 | rank << 24 | at);
+      payload.store(k, unit.row[i][count_ranks_below(ranks, rank)], k.payload_bytes, at);
+    });
+    at += Payload<Mode>::kBytes;
+    if (at >= k.payload_bytes) ++i, at = 0;
+    if (i == n) break;
+    ahead[0].prepare(k);
+    payload = ahead[0];
+#pragma unroll
+    for (int j = 1; j < kAhead; ++j) ahead[j - 1] = ahead[j];
   }
   mark_stage(k, step, Stage::Stored);
 }
