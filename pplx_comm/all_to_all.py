@@ -330,7 +330,7 @@ class AllToAll:
             launches that do both halves: `seconds`, and `buckets`, a list. Bucket i has the times of less than 2^i microseconds
             that are in no bucket before it, the last one all others.
         large_dispatches, large_combines: launches of the kernels for many tokens; on CPUs 0.
-        large_tokens: combines from this number of tokens on, and dispatches from twice that, take those; only on GPUs.
+        large_tokens: combines from this number of tokens on take those, inside a node dispatches from twice that; only on GPUs.
         proxy: only where there is one: its `provider`, `writes`, `bytes`, `again` (posts that the NIC refused for the moment),
             `dropped` and `duplicates` (of what arrived), `errors`, `deepest` (the most writes in flight), and `nics`, with the
             `writes` and `bytes` of each. AllToAlls of one Communicator share proxies.

@@ -234,7 +234,7 @@ class Settings:
     )  # fmt: skip
     large_tokens: int = _variable(
         "PPLX_COMM_LARGE_TOKENS", _whole(1, 2**31), "1 to 2^31",
-        "On GPUs of one node, tokens from which a combine takes the large kernels, a dispatch from twice that; all ranks alike",
+        "On GPUs, tokens from which a combine takes the large kernels, inside a node a dispatch from twice that; all ranks alike",
         value=0, default="by GPU, num_sms and shape: src/cuda/large/tuning.h",
     )  # fmt: skip
     sending_share: int = _variable(

@@ -297,6 +297,14 @@ def by_large(me: Any, module: str, case: Case) -> list[int]:
         return [len(dispatched), len(combined)]
 
 
+def launches(me: Any, module: str, case: Case) -> list[int]:
+    """How many of a case's dispatches and combines went by the large kernels on this rank."""
+    use(module)
+    with rank_cases.open_all_to_all(me, case) as a2a:
+        rank_cases.Runner(me, case, a2a).run()
+        return [a2a.stats()[name] for name in ("large_dispatches", "large_combines")]
+
+
 def explained(me: Any, module: str, case: Case) -> list[list[dict[str, Any]]]:
     """explain() of one token, and of max_tokens, which dump shows too."""
     use(module)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 from cases import Case
-from emulation_cases import LARGE, ON_X86_64, case_of, module, numbers, run_refused
+from emulation_cases import LARGE, ON_X86_64, PARTS, case_of, module, numbers, run_refused
 from harness import Crew, seed
 from open_step_cases import small_case
 
@@ -21,6 +21,29 @@ def test_large_steps(world: int, least: int) -> None:
     with Crew(world, {"PPLX_COMM_LARGE_TOKENS": str(least)}) as crew:
         for number in numbers(8):
             crew.run("emulated:call", module(), "rank_cases:exchange", case_of(26_000 + 1000 * least, number, world, "mapped"))
+
+
+@pytest.mark.parametrize(
+    ("world", "transport", "least", "room"),
+    [
+        (2, "proxy:tcp", 1, 1), (3, "proxy:tcp", 4, 7), (4, "mixed:tcp", 1, 2), (4, "dealt:tcp", 4, 7), (2, "nvshmem", 1, 7),
+        (4, "nvshmem-mixed", 4, 7),
+    ],
+)  # fmt: skip
+def test_large_combines_between_nodes(world: int, transport: str, least: int, room: int) -> None:
+    """Whole blocks leave in parts of a few rows. Ranks with fewer tokens take the other way, in the same step."""
+    least_tokens = {"PPLX_COMM_LARGE_TOKENS": str(least)}
+    with Crew(world, {**PARTS, **least_tokens, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
+        for number in numbers(12):
+            case = replace(case_of(27_000 + 1000 * least, number, world, transport), replicas=1)
+            crew.run("emulated:call", module(), "rank_cases:exchange", case, timeout=200)
+
+
+def test_only_combines_are_large_between_nodes() -> None:
+    case = Case(seed(), 2, num_experts=8, top_k=2, hidden=272, max_tokens=60, transport="proxy:tcp", layout="ragged", steps=3)
+    with Crew(2, {**LARGE, **PARTS}) as crew:
+        for dispatches, combines in crew.run("emulated:launches", module(), case):
+            assert dispatches == 0 and combines >= case.steps, (dispatches, combines)
 
 
 @pytest.mark.parametrize("room", [1, 2, 7])

@@ -208,8 +208,8 @@ MUTANTS = [
     Mutant(
         "pieces: sums that have been read leave no blank for few tokens",
         "src/cuda/large/receive_sums.cuh",
-        "(number < k_.word_rows ? kMakeBlank",
-        "(number < k_.word_rows && !in_rounds() ? kMakeBlank",
+        "(blank ? kMakeBlank",
+        "(blank && !in_rounds() ? kMakeBlank",
         "the same",
         FEW,
         "_cuda",

@@ -195,7 +195,7 @@ MUTANTS = [
     Mutant(
         "large rows leave no blanks",
         DEALT_SUMS,
-        "(number < k_.word_rows ? kMakeBlank : 0)",
+        "(blank ? kMakeBlank : 0)",
         "0u",
         "a later step of few tokens takes them for its own",
     ),

@@ -148,7 +148,7 @@ __device__ inline void send_combine_header(const CombineArguments& a, std::uint3
     return;
   }
   if constexpr (!kMappedOnly)
-    if (s.may_send) CombineExtras<kMappedOnly>::send_header(a, step, peer, block, rows, flags, parts);
+    if (s.may_send) CombineExtras<kMappedOnly>::send_header(a, step, peer, rows, flags, parts);
 }
 
 // A row's sources, a choice in each lane: loaded before it is known whether there is such a row.

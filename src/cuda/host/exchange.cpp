@@ -432,10 +432,9 @@ void Exchange::write_control(std::uint32_t generation, const Control& value) {
 }
 
 // Makes what the large kernels need, if steps may be large enough. All ranks use these kernels or none does: they decide what rows of
-// combine look like. Without pieces they do not know remote peers.
+// combine look like. Without pieces a dispatch does not know remote peers, nor a combine relays.
 void Exchange::make_chunk_counts() {
   const Config& c = common_.c;
-  if (memory_.across() && !common_.heap.in_pieces) return;
   const std::uint32_t bytes = attribute_of(device_, cudaDevAttrMaxSharedMemoryPerBlockOptin);
   const bool pieces = common_.heap.in_pieces;
   if (!pieces && (c.max_tokens < large_tokens_ || !can_dispatch_large(c, bytes) || !can_combine_large(c, bytes))) return;
@@ -443,6 +442,7 @@ void Exchange::make_chunk_counts() {
   common_.word_rows = large_tokens_;
   if (pieces) common_.showing_rows = std::min(common_.showing_rows, large_tokens_);
   check(load(c, true, false), "loading the kernels of large steps");
+  if (!pieces && memory_.across()) return;
   const std::uint64_t columns = chunk_columns(c), chunks = most_chunks(c);
   const std::uint64_t totals = 16, taken = totals + 4 * kTotals * columns, ready = align_up(taken + 4 * chunks, 8), counts = align_up(ready + 8 * chunks, 16);
   chunk_bytes_ = counts + 2 * columns * chunks;

@@ -52,7 +52,8 @@ DispatchHooks dispatch_hooks(const Common& k, std::uint32_t* words) {
 }  // namespace
 
 std::uint32_t Exchange::large_dispatch() const {
-  if (common_.heap.in_pieces || common_.word_rows == kNone) return common_.word_rows;
+  if (chunk_memory_ == nullptr) return kNone;
+  if (common_.heap.in_pieces) return common_.word_rows;
   return static_cast<std::uint32_t>(std::min<std::uint64_t>(std::uint64_t{kLargeDispatch} * common_.word_rows, kNone));
 }
 

@@ -72,7 +72,8 @@ struct Teams {
     if (blockIdx.x == 0 && k.heap.in_pieces) forget_rounds(k, a.pieces, step, Op::Dispatch);
     if (a.send) begin_to_send(a, step, s);
     if (a.send && a.uses_weights) send_all_weights(a, step, 0, 1);
-    if (a.recv && k.remote != 0) pass_on_combines(a, step);
+    if (a.send && k.remote != 0 && !k.heap.in_pieces) send_remote_headers(a, step, s);
+    if (a.recv && k.remote != 0) k.heap.in_pieces ? pass_on_combines(a, step) : pass_on_blocks(a, step);
     if (a.recv) receive_all_headers(a, step);
   }
 
@@ -160,7 +161,7 @@ template <typename How>
 inline constexpr std::size_t kBytesOf = How::kBytes + kBytesOfObject<typename How::Shared>;
 
 bool can_combine_large(const Config& c, std::uint32_t shared_bytes) {
-  return (in_pieces(c) || (c.replicas == 1 && c.remote_peers == 0)) &&
+  return (in_pieces(c) || (c.replicas == 1 && c.node_ranks == 0)) &&
          std::max({kBytesOf<SumsWithExtras>, kBytesOf<Copies>, kBytesOf<SumsOfRows>}) <= shared_bytes;
 }
 

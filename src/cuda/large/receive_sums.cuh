@@ -103,7 +103,10 @@ class SumDealer : RowDealer {
       if (!await_round_rows(row, rank, first / a_.pieces.tokens)) return false;
     } else {
       const SpanTimer waits(k_, Span::AwaitingSums);
-      if (!all_of_warp(!comes || wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank))) return false;
+      const bool there = !comes || (kExtras && is_remote(k_, rank)
+                                        ? row_was_passed_on(k_, step_, Op::Combine, Phase::CombineRecv, rank, number)
+                                        : wait<Match::Exact>(k_, row + k_.combine.arrival_at, Phase::CombineRecv, step_, rank));
+      if (!all_of_warp(there)) return false;
     }
     mark_stage(k_, step_, Stage::Came);
     fence_copies();
@@ -112,6 +115,7 @@ class SumDealer : RowDealer {
     const std::uint32_t placed = __ballot_sync(~0u, looked.place != kNone);
     const std::uint32_t ends = kExtras && a_.by_node ? ends_of_nodes(a_, entry) : 0;
     const char* const own_row = expert_row(looked.place);
+    const bool blank = number < k_.word_rows && !(kExtras && is_remote(k_, rank));  // a remote peer's rows do not show by themselves
     for (std::uint32_t i = 0; i < tokens && !(kExtras && a_.release); ++i) {
       const std::uint32_t lanes = lanes_of(i);
       if (kExtras && a_.has_tail) {
@@ -119,7 +123,7 @@ class SumDealer : RowDealer {
         take_tail<false>(a_, step_, token(first + i), __popc(peers & lanes), of_lane(row, from), __shfl_sync(~0u, rank, from));
       }
       deal_token(token(first + i), placed & lanes, own & lanes, peers & lanes, own_row, looked.weight, row,
-                 (number < k_.word_rows ? kMakeBlank : 0) | (ends >> lane() & 1 ? kEndsNode : 0));
+                 (blank ? kMakeBlank : 0) | (ends >> lane() & 1 ? kEndsNode : 0));
     }
     if (!in_rounds()) return true;
     finish();

@@ -41,7 +41,7 @@ class SendDealer : RowDealer {
     const std::uint32_t most = min(told_together(s_.rows_begin[k_.c.world], gridDim.x), together());
     if (kExtras && k_.heap.in_pieces) {
       deal_rounds(most, rounds);
-    } else {
+    } else if (!kExtras || k_.remote == 0 || may_write_all(k_, step_, Op::Combine)) {
       const RowRuns runs(k_, s_.rows_begin, k_.living - (a_.sums_own ? 1 : 0), most);
       send_shares(k_, step_, s_.mine, runs, [&](std::uint32_t n) { return look_up(n < runs.all() ? runs.at(n) : RowRun{0, 0, 0}); },
                   [&](std::uint32_t, const Looked& looked) { deal_run(looked, looked.run.first, 0); });
@@ -95,7 +95,7 @@ class SendDealer : RowDealer {
     const char* const from = expert_row(place);
     char* rows = block_for<!kExtras>(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(slot_row);
     if (kExtras && is_remote(k_, run.source)) rows += k_.heap.piece_at(Op::Combine, round);
-    const bool by_word = has_many(s_, run.source);
+    const bool by_word = has_many(s_, run.source) || (kExtras && is_remote(k_, run.source));
     mark_stage(k_, step_, Stage::Found);
     const RunEnd end{static_cast<std::uint16_t>(round), static_cast<std::uint8_t>(run.source), static_cast<std::uint8_t>(run.rows)};
     DealtRow dealt;
@@ -249,7 +249,11 @@ class SendTeller {
     const std::uint32_t lane = threadIdx.x % 32, source = part.run.source;
     if (kExtras && is_remote(k_, source)) {
       fence_system();
-      count_sums_of_round(k_, p_, step_, source, part.run.round, s_.rows_begin[source + 1] - s_.rows_begin[source], part.run.rows);
+      const std::uint32_t rows = s_.rows_begin[source + 1] - s_.rows_begin[source];
+      if (k_.heap.in_pieces)
+        count_sums_of_round(k_, p_, step_, source, part.run.round, rows, part.run.rows);
+      else if (lane == 0)
+        count_rows(k_, step_, Op::Combine, source, last_row(part) + 1 - part.run.rows, part.run.rows, RowsOfBlock(rows));
     } else if (lane < part.run.rows) {
       fence_system();
       fuzz_delay(k_, step_);
@@ -257,6 +261,12 @@ class SendTeller {
                     kExtras && k_.heap.in_pieces ? word_of_round(k_, step_, part.run.round) : arrival_word(k_.generation, step_));
     }
     __syncwarp();
+  }
+
+  // The row of a remote peer's whole block that a part is of.
+  __device__ std::uint32_t last_row(const PartOut& part) const {
+    const char* const rows = block_for(k_, set_of(k_.c, step_), Op::Combine, part.run.source) + k_.combine.row_at(0);
+    return static_cast<std::uint32_t>(static_cast<std::uint64_t>(part.to - rows) / k_.combine.row_bytes);
   }
 
   const Common& k_;

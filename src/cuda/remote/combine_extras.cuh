@@ -7,17 +7,6 @@
 
 namespace pplx::cuda {
 
-__device__ inline void receive_remote_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
-  const Common& k = a.common;
-  if (!wait_for_block(k, step, Op::Combine, Phase::CombineRecv, peer)) return;
-  const char* const block = own_slot(k, set_of(k.c, step), Op::Combine, peer);
-  const BlockHeader h = load_header(block);
-  if (!check_header(k, h, Phase::CombineRecv, step, peer)) return;
-  if (has_relays(k)) note_overflows(a, peer, load_arrived(block + offsetof(BlockHeader, overflowed)).x);
-  if (check_combine_header(a, step, peer, h.rows, h.flags)) pass_on_rows(k, step, Op::Combine, Phase::CombineRecv, peer, h.rows);
-  see_it_leave(k, step, Op::Dispatch, Phase::DispatchSend, peer);
-}
-
 template <>
 struct CombineExtras<false> {
   struct Shared : CombineShared {
@@ -49,14 +38,9 @@ struct CombineExtras<false> {
     if (threadIdx.x == 0) s.may_send = good;
     __syncthreads();
   }
-  // A warp's.
-  __device__ static void send_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, char* block, std::uint32_t rows,
-                                     std::uint32_t flags, std::uint32_t parts) {
-    const Common& k = a.common;
-    if (a.uses_weights && !await_weights(k, step, peer)) return;
-    write_header(k, block, step, rows, flags, threadIdx.x % 32);
-    __syncwarp();
-    if (threadIdx.x % 32 == 0) count_header(k, step, Op::Combine, peer, rows, parts);
+  __device__ static void send_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, std::uint32_t rows, std::uint32_t flags,
+                                     std::uint32_t parts) {
+    send_remote_header(a, step, peer, rows, flags, parts);
   }
   __device__ static void count_strips(const Common& k, std::uint32_t step, std::uint32_t source, std::uint32_t row, std::uint32_t runs, std::uint32_t rows) {
     count_part(k, step, Op::Combine, source, parts_of(k, Op::Combine).part_of(row), 1, runs, RowsOfBlock(rows));
@@ -86,7 +70,11 @@ struct CombineExtras<false> {
     if (threadIdx.x == 0) mine = claim_words(k, step, Op::Combine);
     if (__syncthreads_or(mine) == 0) return;
     const std::uint32_t peer = threadIdx.x;
-    if (peer < k.c.world && is_remote(k, peer) && ((k.dead | a.relays.skipped) >> peer & 1) == 0) receive_remote_header(a, step, peer);
+    if (peer < k.c.world && is_remote(k, peer) && ((k.dead | a.relays.skipped) >> peer & 1) == 0) {
+      receive_remote_header(a, step, peer, [&](const char* block) {
+        if (has_relays(k)) note_overflows(a, peer, load_arrived(block + offsetof(BlockHeader, overflowed)).x);
+      });
+    }
     __syncwarp();
   }
   __device__ static bool sent_weight(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t row, float& weight) {
