@@ -1,0 +1,96 @@
+"""Prints how long halves of steps between nodes take on the GPUs, when all that they wait for has come, and both halves together.
+
+    python tests/gpu/halves_across.py [--tokens 1024,4096] [--num-sms 24,0] [--slot-bytes N] [--mapped]
+
+Ranks are threads of this process, a GPU each, and the network is the GPUs' copy engines (copies.py). Medians of ten, in us of the
+slowest rank. --num-sms 0: all. --mapped: all ranks share a node. In pieces a half is not what it is otherwise: both together alone.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+os.environ |= {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32"}  # see test_placement.py
+ROOT = Path(__file__).parents[2]
+sys.path[:0] = [str(ROOT / part) for part in ("", "tests", "tests/ranks", "tests/gpu")]
+
+import copies  # noqa: E402
+import gpu_cases  # noqa: E402
+import torch  # noqa: E402
+
+import pplx_comm as pc  # noqa: E402
+
+HIDDEN, TOP_K, WARM, MEASURED = 7168, 8, 4, 10
+BEHIND = 600_000
+"""Cycles of a kernel in front, during which the calling thread launches what is measured."""
+
+
+def measure(me: Any, tokens: int, num_sms: int, arguments: argparse.Namespace) -> dict[str, float]:
+    device = gpu_cases.gpu_of(me)
+    experts, generator = 32 * me.world_size, torch.Generator().manual_seed(me.rank)
+    ids = torch.stack([torch.randperm(experts, generator=generator)[:TOP_K] for _ in range(tokens)]).to(device)
+    x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16().to(device)
+    weights = torch.rand(tokens, TOP_K, generator=generator).to(device)
+    where: dict[str, Any] = {"transport": "proxy", "provider": "copy", "placement": "device", "node_size": 1}
+    if arguments.mapped:
+        where = {"transport": "mapped"}
+    stream, times = torch.cuda.Stream(device), dict[str, list[float]]()
+
+    def timed(name: str, call: Callable[[], Any]) -> Any:
+        begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        me.comm.barrier()
+        time.sleep(0.02)  # what the other ranks have sent comes
+        torch.cuda._sleep(BEHIND)
+        begin.record(stream)
+        made = call()
+        end.record(stream)
+        gpu_cases.settle(device)
+        times.setdefault(name, []).append(begin.elapsed_time(end) * 1e3)
+        return made
+
+    a2a = pc.AllToAll(
+        me.comm, num_experts=experts, top_k=TOP_K, hidden=HIDDEN, max_tokens_per_rank=tokens, dtype=torch.bfloat16, wire="fp8",
+        layout=pc.Compact(), device=str(device), num_sms=num_sms or None, slot_bytes=arguments.slot_bytes, dedup="rank", timeout=20,
+        **where,
+    )  # fmt: skip
+    with a2a, torch.cuda.stream(stream):
+        d = a2a.dispatch(x, ids, weights)
+        y = torch.zeros(len(d.x), HIDDEN, dtype=torch.bfloat16, device=device)
+        a2a.combine(y, d)
+        for _ in range(WARM + MEASURED):
+            if arguments.slot_bytes is None:
+                d = timed("dispatch_send", lambda: a2a.dispatch_send(x, ids, weights))
+                timed("dispatch_recv", lambda d=d: a2a.dispatch_recv(d))  # type: ignore[misc]
+                c = timed("combine_send", lambda d=d: a2a.combine_send(y, d))  # type: ignore[misc]
+                timed("combine_recv", lambda c=c: a2a.combine_recv(c))  # type: ignore[misc]
+            d = timed("dispatch", lambda: a2a.dispatch(x, ids, weights))
+            timed("combine", lambda d=d: a2a.combine(y, d))  # type: ignore[misc]
+        a2a.check()
+        me.comm.barrier()
+    return {name: statistics.median(of[WARM:]) for name, of in times.items()}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tokens", default="1024,4096")
+    parser.add_argument("--num-sms", default="24,0")
+    parser.add_argument("--slot-bytes", type=int)
+    parser.add_argument("--mapped", action="store_true")
+    arguments = parser.parse_args()
+    copies.copying()
+    for tokens in map(int, arguments.tokens.split(",")):
+        for num_sms in map(int, arguments.num_sms.split(",")):
+            ranks = copies.run(torch.cuda.device_count(), lambda me, t=tokens, s=num_sms: measure(me, t, s, arguments))  # type: ignore[misc]
+            worst = "  ".join(f"{name} {max(rank[name] for rank in ranks):.0f}" for name in ranks[0])
+            print(f"{tokens} tokens on {num_sms or 'all'}: {worst}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
