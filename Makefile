@@ -86,8 +86,8 @@ test-all: tests-built  ## the tests with the slow ones
 	$(pytest) $(side_by_side) -m 'not long'
 
 # conftest.py says what it draws. Those of C++ are in one of sanitizers-drawn.
-drawn := PPLX_TEST_DRAWN=6
-test-drawn: build  ## those in Python, but of slow tests and of variants of a test a sixth, others at each commit
+drawn := PPLX_TEST_DRAWN=8
+test-drawn: build  ## those in Python, but of slow tests and of variants of a test an eighth, others at each commit
 	cmake --build $(BUILD) --target pplx_python_tests
 	$(drawn) $(pytest) $(side_by_side) -m 'not long' --deselect tests/unit/test_cpp.py::test_cpp
 

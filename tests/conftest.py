@@ -15,7 +15,7 @@ import pplx_comm as pc
 torch.set_num_threads(1)
 
 DRAWN = int(os.environ.get("PPLX_TEST_DRAWN", "1"))
-"""One in that many slow tests, and variants of other tests, is run, others at each commit. `make check` says 6."""
+"""One in that many slow tests, and variants of other tests, is run, others at each commit. `make check` says 8."""
 VARIED = {"ranks": 1, "efa": 1, "emulation": 4}
 """Folders whose variants are drawn, and how many times fewer of each are in any case, unless PPLX_TEST_VOLUME is at least 1."""
 
