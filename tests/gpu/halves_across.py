@@ -46,7 +46,7 @@ def measure(me: Any, tokens: int, num_sms: int, arguments: argparse.Namespace) -
     def timed(name: str, call: Callable[[], Any]) -> Any:
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         me.comm.barrier()
-        time.sleep(0.02)  # what the other ranks have sent comes
+        time.sleep(0.02)  # rows of the other ranks come
         torch.cuda._sleep(BEHIND)
         begin.record(stream)
         made = call()
