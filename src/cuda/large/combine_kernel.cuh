@@ -9,8 +9,8 @@ namespace pplx::cuda {
 namespace {
 
 // Sends a remote peer's header of a whole block, by a warp. parts: a row counts as that number.
-__device__ inline void send_remote_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, std::uint32_t rows, std::uint32_t flags,
-                                          std::uint32_t parts) {
+__device__ inline void send_remote_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, std::uint32_t rows,
+                                          std::uint32_t flags, std::uint32_t parts) {
   const Common& k = a.common;
   if (a.uses_weights && !await_weights(k, step, peer)) return;
   write_header(k, block_for(k, set_of(k.c, step), Op::Combine, peer), step, rows, flags, threadIdx.x % 32);
@@ -32,7 +32,9 @@ __device__ inline void receive_remote_header(const CombineArguments& a, std::uin
 }
 
 // The shares of these follow those of weights: a header for each rank, and 32 remote peers whose blocks a warp passes on.
-__device__ inline bool take_header(const Common& k, std::uint32_t step, std::uint32_t n) { return take_share(k, Op::Weights, kMaxPeers + n, step); }
+__device__ inline bool take_header(const Common& k, std::uint32_t step, std::uint32_t n) {
+  return take_share(k, Op::Weights, kMaxPeers + n, step);
+}
 __device__ inline bool take_peers(const Common& k, std::uint32_t step, std::uint32_t first) {
   return of_first_lane([&] { return take_header(k, step, kMaxPeers + first / 32); }) != 0;
 }

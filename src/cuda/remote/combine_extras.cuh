@@ -38,8 +38,8 @@ struct CombineExtras<false> {
     if (threadIdx.x == 0) s.may_send = good;
     __syncthreads();
   }
-  __device__ static void send_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, std::uint32_t rows, std::uint32_t flags,
-                                     std::uint32_t parts) {
+  __device__ static void send_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, std::uint32_t rows,
+                                     std::uint32_t flags, std::uint32_t parts) {
     send_remote_header(a, step, peer, rows, flags, parts);
   }
   __device__ static void count_strips(const Common& k, std::uint32_t step, std::uint32_t source, std::uint32_t row, std::uint32_t runs, std::uint32_t rows) {
