@@ -164,7 +164,7 @@ class CombineSend final : public StagedRun {
     switch (stage) {
       case kWeights:
         if (!in_.uses_weights) return true;
-        before_ = b_.announced(set_, Op::Weights);
+        before_[stage] = b_.announced(set_, Op::Weights);
         for (std::uint32_t peer : b_.targets()) {
           place(Op::Weights, weights_block_, peer, in_.plan->rows(peer));
           units.push_back(1);
@@ -172,8 +172,7 @@ class CombineSend final : public StagedRun {
         return true;
       case kRows:
         if (b_.heap().in_pieces) return false;   // CombineSending writes them
-        before_.clear();
-        if (c_.node_ranks == 0) before_ = b_.announced(set_, Op::Combine);
+        if (c_.node_ranks == 0) before_[stage] = b_.announced(set_, Op::Combine);
         for (std::uint32_t peer : b_.peers()) {
           place(Op::Combine, block_, peer, writer_.rows(peer));
           units.push_back(units_of(writer_.rows(peer), block_.row_bytes, &rows_per_unit_));
@@ -185,7 +184,7 @@ class CombineSend final : public StagedRun {
 
   bool ready(int stage, std::uint32_t group) override {
     const std::uint32_t peer = peer_of(stage, group);
-    if (!b_.mapped(peer) && !Blocks::have_left(before_)) return false;
+    if (!b_.mapped(peer) && !Blocks::have_left(before_[stage])) return false;
     return stage == kWeights || writer_.has_weights(peer);
   }
 
@@ -226,7 +225,8 @@ class CombineSend final : public StagedRun {
   const BlockLayout block_, weights_block_;
   std::uint32_t rows_per_unit_ = 1;
   std::vector<char*> blocks_;
-  std::vector<Blocks::Announced> before_;   // contents of the send area from the set's last step
+  // Contents of the send area from the set's last step, indexed by stage: other threads may still ask about an earlier stage.
+  std::vector<Blocks::Announced> before_[2];
 };
 
 // ---- in pieces -----------------------------------------------------------------------------------------------------------

@@ -134,6 +134,12 @@ void walk(Rank& rank, std::uint32_t steps, std::uint64_t seed) {
     ExpertOutputs back;
     back.received = e.dispatch_recv(step, o, {});
     back.expert_out = {reinterpret_cast<const char*>(out.data()), std::uint64_t{c.hidden} * 4};
+    if (s % 2 == 1) {
+      for (float& w : weights) w = random.real(-1, 1);
+      back.uses_weights = true;
+      back.weights = weights.data();
+      back.plan = in.plan;
+    }
     e.combine_send(step, back, {});
     e.combine_recv(step, {reinterpret_cast<char*>(y.data()), std::uint64_t{c.hidden} * 4, false}, {});
 
