@@ -88,6 +88,7 @@ struct Scene {
   std::uint32_t proxies = 1;   // proxies of each rank
   std::uint32_t slot_rows = 0; // 0: blocks are whole
   bool relays = false;         // rows go once to each node
+  Wire wire = Wire::Native;    // results of quantised ones are not checked
 };
 
 struct Rank {
@@ -112,6 +113,7 @@ void walk(Rank& rank, std::uint32_t steps, std::uint64_t seed) {
     const auto tokens = static_cast<std::uint32_t>(random.integer(0, c.max_tokens));
     std::vector<std::int32_t> ids(std::size_t{tokens} * c.top_k);
     std::vector<float> weights(ids.size()), x(std::size_t{tokens} * c.hidden), y(x.size(), std::nanf(""));
+    std::vector<float> tail(ids.size(), std::nanf(""));
     for (std::int32_t& id : ids) id = static_cast<std::int32_t>(random.integer(-1, c.num_experts - 1));
     for (float& w : weights) w = random.real(-1, 1);
     for (float& v : x) v = random.real(-4, 4);
@@ -122,10 +124,12 @@ void walk(Rank& rank, std::uint32_t steps, std::uint64_t seed) {
     in.weights = weights.data();
     const std::uint32_t step = e.dispatch_send(in, {});
 
-    std::vector<float> out(std::size_t{c.max_rows} * c.hidden), out_weights(c.max_rows);
+    std::vector<float> out(std::size_t{c.max_rows} * c.hidden), scales(out.size()), out_weights(c.max_rows);
     std::vector<std::int32_t> counts(c.num_experts), offsets(c.num_experts + 1), rank_of(c.max_rows), token_of(c.max_rows);
     DispatchOutput o;
     o.x = reinterpret_cast<char*>(out.data());
+    o.scales = reinterpret_cast<char*>(scales.data());
+    o.scale = scale_strides(c);
     o.counts = counts.data();
     o.offsets = offsets.data();
     o.weights = out_weights.data();
@@ -134,16 +138,22 @@ void walk(Rank& rank, std::uint32_t steps, std::uint64_t seed) {
     ExpertOutputs back;
     back.received = e.dispatch_recv(step, o, {});
     back.expert_out = {reinterpret_cast<const char*>(out.data()), std::uint64_t{c.hidden} * 4};
-    if (s % 2 == 1) {
+    const std::vector<float> sent_weights = weights;
+    back.release = s % 7 == 5;
+    if (s % 2 == 1 && !back.release) {
       for (float& w : weights) w = random.real(-1, 1);
       back.uses_weights = true;
       back.weights = weights.data();
       back.plan = in.plan;
     }
+    back.has_tail = s % 3 == 1 && !back.release;
+    back.tail = out_weights.data();   // each choice's weight, as it was sent
     e.combine_send(step, back, {});
-    e.combine_recv(step, {reinterpret_cast<char*>(y.data()), std::uint64_t{c.hidden} * 4, false}, {});
+    e.combine_recv(step, {reinterpret_cast<char*>(y.data()), std::uint64_t{c.hidden} * 4, false, tail.data()}, {});
+    if (back.release) continue;
 
-    for (std::uint32_t t = 0; t < tokens; ++t)
+    for (std::size_t i = 0; back.has_tail && i < ids.size(); ++i) CHECK_EQ(tail[i], ids[i] < 0 ? 0.0f : sent_weights[i]);
+    for (std::uint32_t t = 0; t < tokens && !quantised(c.wire); ++t)
       for (std::uint32_t h = 0; h < c.hidden; ++h) {
         float total = 0, of_node = 0;
         for (std::uint32_t r = 0; r < c.world; ++r) {
@@ -215,6 +225,7 @@ void play(const Scene& scene, std::uint64_t seed) {
   config.hidden = 64;
   config.max_tokens = 16;
   config.dtype = Dtype::Float32;
+  config.wire = scene.wire;
   config.replicas = scene.replicas;
   config.max_rows = scene.ranks * config.max_tokens * config.top_k;
   if (scene.relays) config.node_ranks = scene.node_size;
@@ -250,7 +261,14 @@ void play(const Scene& scene, std::uint64_t seed) {
   if (scene.node_size < scene.ranks) wire(scene, net, ranks);
   std::vector<std::thread> threads;
   for (Rank& rank : ranks) threads.emplace_back([&rank, &scene, seed] { walk(rank, scene.steps, seed); });
+  std::atomic<bool> over{false};
+  std::thread asking([&] {   // as dump and metrics do
+    for (; !over.load(); std::this_thread::sleep_for(std::chrono::milliseconds(1)))
+      for (const Rank& rank : ranks) CHECK(rank.exchange->standing().device == "cpu" && rank.exchange->counters().counted);
+  });
   for (std::thread& thread : threads) thread.join();
+  over = true;
+  asking.join();
   for (Rank& rank : ranks)
     for (Rank::Carrier& carrier : rank.carriers) CHECK(carrier.proxy->close(5.0));
   std::printf("%s: %u steps of %u ranks\n", scene.name, scene.steps, scene.ranks);
@@ -351,6 +369,7 @@ int main() {
   play({"queues", 3, 2, 500, "", ""}, seed);
   play({"queues of two proxies", 4, 1, 160, "", "", 1, 2}, seed);
   play({"relays and queues", 5, 2, 160, "", "", 1, 1, 0, true}, seed);
+  play({"quantised", 3, 2, 160, "", "", 1, 1, 0, false, Wire::FP8}, seed);
   play({"in pieces", 4, 4, 330, "", "", 1, 1, 4}, seed);
   play({"queues in pieces", 3, 2, 160, "", "", 1, 1, 2}, seed);
   play({"queues of two proxies in pieces", 4, 1, 60, "", "", 1, 2, 6}, seed);
