@@ -34,6 +34,10 @@ def test_random_shapes(four: Crews, transport: str) -> None:
 
 
 def test_sums_as_codes(four: Crews) -> None:
+    """Rows have several strips, whose lanes have several vectors."""
+    case = Case(seed(), 4, num_experts=8, top_k=3, hidden=1160, max_tokens=9, transport="relayed:tcp", combine_wire="fp8", steps=2)
+    for dtype in ("bfloat16", "float32"):
+        four.run("emulated:call", module(), "rank_cases:exchange", replace(case, dtype=dtype))
     for number in numbers(4):
         case = case_of(76_000, number, 4, ("relayed:tcp", "relayed-dealt:shm")[number % 2])
         four.run("emulated:call", module(), "rank_cases:exchange", replace(case, combine_wire="fp8", hidden=case.hidden + 264))

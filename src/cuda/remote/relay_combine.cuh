@@ -68,25 +68,27 @@ __device__ inline bool answer_tail(const CombineArguments& a, std::uint32_t step
   return true;
 }
 
-// Stores a lane's numbers of an answer as codes (combine_wire="fp8"): load_codes() reads them.
-template <typename T>
-__device__ inline void store_codes(const Relays& r, char* to, const Sums<T, kReceivedVectors>& sums, std::uint32_t begin,
-                                   std::uint32_t end) {
+// Stores a lane's numbers of an answer as codes (combine_wire="fp8"): load_codes() reads them. begin: the lane's first vector's.
+template <typename T, int kVectors>
+__device__ inline void store_codes(const Relays& r, char* to, const Sums<T, kVectors>& sums, std::uint32_t begin, std::uint32_t end) {
   constexpr std::uint32_t kNumbers = T::kPerVector, kTogether = scale_block(Wire::FP8), kLanes = kTogether / kNumbers;
-  float f[kNumbers] = {};
-  if (begin < end) T::unpack(T::pack(sums.sum[0]), f);
-  std::uint32_t largest = 0;
 #pragma unroll
-  for (std::uint32_t i = 0; i < kNumbers; ++i) largest = max(largest, __float_as_uint(f[i]) & 0x7fffffffu);
+  for (int j = 0; j < kVectors; ++j, begin += 512) {
+    float f[kNumbers] = {};
+    if (begin < end) T::unpack(T::pack(sums.sum[j]), f);
+    std::uint32_t largest = 0;
 #pragma unroll
-  for (std::uint32_t i = 1; i < kLanes; i *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, static_cast<int>(i)));
-  if (begin >= end) return;
-  const BlockScale s = block_scale(Wire::FP8, float_of(largest));
-  const std::uint32_t element = begin * kNumbers / 16;
+    for (std::uint32_t i = 0; i < kNumbers; ++i) largest = max(largest, __float_as_uint(f[i]) & 0x7fffffffu);
 #pragma unroll
-  for (std::uint32_t i = 0; i < kNumbers; i += 4)
-    *reinterpret_cast<std::uint32_t*>(to + element + i) = largest < 0x7f800000u ? four_e4m3(f + i, s.multiplier) : 0x7f7f7f7fu;
-  if (element % kTogether == 0) reinterpret_cast<float*>(to + r.answer.scales_at)[element / kTogether] = s.scale;
+    for (std::uint32_t i = 1; i < kLanes; i *= 2) largest = max(largest, __shfl_xor_sync(~0u, largest, static_cast<int>(i)));
+    if (begin >= end) continue;
+    const BlockScale s = block_scale(Wire::FP8, float_of(largest));
+    const std::uint32_t element = begin * kNumbers / 16;
+#pragma unroll
+    for (std::uint32_t i = 0; i < kNumbers; i += 4)
+      *reinterpret_cast<std::uint32_t*>(to + element + i) = largest < 0x7f800000u ? four_e4m3(f + i, s.multiplier) : 0x7f7f7f7fu;
+    if (element % kTogether == 0) reinterpret_cast<float*>(to + r.answer.scales_at)[element / kTogether] = s.scale;
+  }
 }
 
 template <typename T>
