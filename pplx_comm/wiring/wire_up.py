@@ -13,7 +13,6 @@ from pplx_comm.errors import Error
 from pplx_comm.gpus import cuda_module
 from pplx_comm.wiring.carriers import host_key
 from pplx_comm.wiring.compare import Answers, Attempts, agree, compare
-from pplx_comm.wiring.config import WHOLE
 from pplx_comm.wiring.connect import connect
 from pplx_comm.wiring.gpu_memory import lay_gpu_relays, make_gpu_exchange
 from pplx_comm.wiring.libfabric import Locality, this_locality
@@ -34,9 +33,6 @@ def wire_up(control: ControlPlane, request: Request, used_numbers: set[int]) -> 
     peers = attempts.run(lambda: find_peers(request, control, left))
     config.node_ranks = attempts.run(lambda: node_ranks(request, control, peers)) or 0
     config.combine_fp8 = bool(config.node_ranks) and request.combine_wire == "fp8"
-    part_bytes = config.part_bytes
-    if config.node_ranks and request.gpu is not None:
-        config.part_bytes = WHOLE
     locality = attempts.run(lambda: _locality(request))
     answers = agree(
         control,
@@ -62,7 +58,7 @@ def wire_up(control: ControlPlane, request: Request, used_numbers: set[int]) -> 
     except NoRelays:
         if request.dedup == "node":
             raise
-        config.node_ranks, config.part_bytes = 0, part_bytes
+        config.node_ranks = 0
     wiring, proxied = laid or _lay_memory(control, request, peers, answers)  # the memory laid in vain is gone by now
     alive = [rank for rank, answer in enumerate(answers) if answer is not None]
     if control.generation > 0:  # made after a reset, by those that are left

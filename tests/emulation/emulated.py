@@ -297,14 +297,6 @@ def by_large(me: Any, module: str, case: Case) -> list[int]:
         return [len(dispatched), len(combined)]
 
 
-def launches(me: Any, module: str, case: Case) -> list[int]:
-    """How many of a case's dispatches and combines went by the large kernels on this rank."""
-    use(module)
-    with rank_cases.open_all_to_all(me, case) as a2a:
-        rank_cases.Runner(me, case, a2a).run()
-        return [a2a.stats()[name] for name in ("large_dispatches", "large_combines")]
-
-
 def explained(me: Any, module: str, case: Case) -> list[list[dict[str, Any]]]:
     """explain() of one token, and of max_tokens, which dump shows too."""
     use(module)
@@ -317,16 +309,15 @@ def explained(me: Any, module: str, case: Case) -> list[list[dict[str, Any]]]:
         return found
 
 
-def none_by_large(me: Any, module: str, case: Case, apart: list[tuple[int, int]]) -> list[int]:
-    """A case of which nothing goes by the large kernels on this rank, whose remote peers it returns. apart: see gpu_cases.unreachable; all
-    ranks are of one node then."""
+def only_combines_by_large(me: Any, module: str, case: Case, apart: list[tuple[int, int]]) -> list[int]:
+    """A case of which all combines, and no dispatch, go by the large kernels on this rank, whose remote peers it returns. apart: see
+    gpu_cases.unreachable; all ranks are of one node then."""
     use(module)
     where = {"node_size": None} if apart else {}
     with gpu_cases.unreachable(me, apart), rank_cases.open_all_to_all(me, case, **where) as a2a:
         rank_cases.Runner(me, case, a2a).run()
         stats = a2a.stats()
-        for name in ("large_dispatches", "large_combines"):
-            outcomes.must(stats[name] == 0, name, stats[name])
+        outcomes.must(stats["large_dispatches"] == 0 and stats["large_combines"] >= case.steps, "by the large kernels:", stats)
         return list(a2a._steps.session.wiring.peers.remote)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from cases import Case
-from emulation_cases import CHAOS, ON_X86_64, case_of, module, numbers, run_refused
+from emulation_cases import CHAOS, ON_X86_64, PARTS, case_of, module, numbers, run_refused
 from failure_cases import LATE
 from harness import Crew, Crews, seed
 from open_step_cases import small_case
@@ -22,7 +22,7 @@ pytestmark = ON_X86_64
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Crews]:
-    crews = Crews(4)
+    crews = Crews(4, PARTS)
     yield crews
     crews.close()
 
@@ -80,7 +80,7 @@ def test_replicas(tmp_path: Path) -> None:
 
 
 def test_in_a_chaos() -> None:
-    with Crew(4, {"PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}"}) as crew:
+    with Crew(4, {**PARTS, "PPLX_COMM_CHAOS": f"seed={seed()},{CHAOS}"}) as crew:
         for number in numbers(3):
             crew.run("emulated:call", module(), "rank_cases:exchange", case_of(72_000, number, 4, "relayed:tcp"))
 

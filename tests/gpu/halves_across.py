@@ -1,9 +1,11 @@
 """Prints how long halves of steps between nodes take on the GPUs, when all that they wait for has come, and both halves together.
 
     python tests/gpu/halves_across.py [--tokens 1024,4096] [--num-sms 24,0] [--slot-bytes N] [--mapped]
+    python tests/gpu/halves_across.py --ranks 4 --node-size 2 --num-sms 24      # rows go once per node
 
-Ranks are threads of this process, a GPU each, and the network is the GPUs' copy engines (copies.py). Medians of ten, in us of the
-slowest rank. --num-sms 0: all. --mapped: all ranks share a node. In pieces a half is not what it is otherwise: both together alone.
+Ranks are threads of this process, and the network is the GPUs' copy engines (copies.py). Medians of ten, in us of the slowest rank.
+--num-sms 0: all. --mapped: all ranks share a node. In pieces a half is not what it is otherwise: both together alone. Ranks that share a
+GPU need few multiprocessors each, and their links are its memory: such figures are good for comparisons.
 """
 
 from __future__ import annotations
@@ -38,7 +40,9 @@ def measure(me: Any, tokens: int, num_sms: int, arguments: argparse.Namespace) -
     ids = torch.stack([torch.randperm(experts, generator=generator)[:TOP_K] for _ in range(tokens)]).to(device)
     x = torch.randn(tokens, HIDDEN, generator=generator).bfloat16().to(device)
     weights = torch.rand(tokens, TOP_K, generator=generator).to(device)
-    where: dict[str, Any] = {"transport": "proxy", "provider": "copy", "placement": "device", "node_size": 1}
+    where: dict[str, Any] = {"transport": "proxy", "provider": "copy", "placement": "device", "node_size": 1, "dedup": "rank"}
+    if arguments.node_size > 1:
+        where |= {"transport": "auto", "node_size": arguments.node_size, "dedup": "node"}
     if arguments.mapped:
         where = {"transport": "mapped"}
     stream, times = torch.cuda.Stream(device), dict[str, list[float]]()
@@ -57,8 +61,7 @@ def measure(me: Any, tokens: int, num_sms: int, arguments: argparse.Namespace) -
 
     a2a = pc.AllToAll(
         me.comm, num_experts=experts, top_k=TOP_K, hidden=HIDDEN, max_tokens_per_rank=tokens, dtype=torch.bfloat16, wire="fp8",
-        layout=pc.Compact(), device=str(device), num_sms=num_sms or None, slot_bytes=arguments.slot_bytes, dedup="rank", timeout=20,
-        **where,
+        layout=pc.Compact(), device=str(device), num_sms=num_sms or None, slot_bytes=arguments.slot_bytes, timeout=20, **where,
     )  # fmt: skip
     with a2a, torch.cuda.stream(stream):
         d = a2a.dispatch(x, ids, weights)
@@ -83,12 +86,15 @@ def main() -> None:
     parser.add_argument("--num-sms", default="24,0")
     parser.add_argument("--slot-bytes", type=int)
     parser.add_argument("--mapped", action="store_true")
+    parser.add_argument("--ranks", type=int, help="several share a GPU; default: one for each")
+    parser.add_argument("--node-size", type=int, default=1)
     arguments = parser.parse_args()
+    ranks = arguments.ranks or torch.cuda.device_count()
     copies.copying()
     for tokens in map(int, arguments.tokens.split(",")):
         for num_sms in map(int, arguments.num_sms.split(",")):
-            ranks = copies.run(torch.cuda.device_count(), lambda me, t=tokens, s=num_sms: measure(me, t, s, arguments))  # type: ignore[misc]
-            worst = "  ".join(f"{name} {max(rank[name] for rank in ranks):.0f}" for name in ranks[0])
+            times = copies.run(ranks, lambda me, t=tokens, s=num_sms: measure(me, t, s, arguments))  # type: ignore[misc]
+            worst = "  ".join(f"{name} {max(rank[name] for rank in times):.0f}" for name in times[0])
             print(f"{tokens} tokens on {num_sms or 'all'}: {worst}", flush=True)
 
 

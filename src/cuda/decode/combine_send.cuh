@@ -32,6 +32,14 @@ struct CombineExtras<true> {
 // Returns true if a source has many tokens: its rows have arrival words.
 __device__ inline bool has_many(const CombineShared& s, std::uint32_t source) { return (s.many >> source & 1) != 0; }
 
+// Returns true if rows for a source have arrival words: it has many tokens, or with relays its relay of this node, which reads them.
+template <bool kMappedOnly>
+__device__ inline bool has_words(const CombineArguments& a, const CombineShared& s, std::uint32_t source) {
+  if constexpr (!kMappedOnly)
+    if (has_relays(a.common) && is_remote(a.common, source)) source = rank_of_holder(a.relays, source);
+  return has_many(s, source);
+}
+
 // Returns true if this launch may work on its step. All threads of the block call it; what later decisions need is in shared memory
 // then. received: units that its warps begin with.
 __device__ inline bool begin_combine(const CombineArguments& a, std::uint32_t& step, std::uint32_t received, CombineShared& s) {
@@ -236,7 +244,7 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   const bool with_tail = !kMappedOnly && a.has_tail && last == a.sent.strips;
   if constexpr (!kMappedOnly)
     if (with_tail) CombineExtras<kMappedOnly>::write_tail(a, places.choices, places.out_row, to + k.combine.tail_at);
-  const bool by_word = has_many(s, of.source);
+  const bool by_word = has_words<kMappedOnly>(a, s, of.source);
   if (!with_tail && !remote && !by_word) return;
   __syncwarp();
   if (threadIdx.x % 32 != 0) return;

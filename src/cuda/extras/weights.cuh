@@ -62,9 +62,9 @@ __device__ inline void pass_on_weights(const CombineArguments& a, std::uint32_t 
   __syncwarp();
 }
 
-// Loads the weight that a source gave to combine for the nth choice here of its row, if this lane wants it. False: none will come.
+// Loads the weight that a source gave to combine for the nth choice here of its row; kNone: this lane wants none. False: none will come.
 __device__ inline bool sent_weight(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t row,
-                                   std::uint32_t nth, bool wants, float& weight) {
+                                   std::uint32_t nth, float& weight) {
   const Common& k = a.common;
   bool good = true;
   if (threadIdx.x % 32 == 0)
@@ -72,7 +72,7 @@ __device__ inline bool sent_weight(const CombineArguments& a, std::uint32_t step
            (is_remote(k, source) || are_weights_of_rows(a, step, source));
   if (!all_of_warp(good)) return false;
   const char* const slot = own_slot(k, set_of(k.c, step), Op::Weights, source);
-  if (wants) weight = __ldcg(reinterpret_cast<const float*>(slot + k.weights.row_at(row)) + nth);
+  if (nth != kNone) weight = __ldcg(reinterpret_cast<const float*>(slot + k.weights.row_at(row)) + nth);
   return true;
 }
 
@@ -85,15 +85,16 @@ __device__ inline bool sent_weight(const CombineArguments& a, std::uint32_t step
 
 // Does what sent_weight() does for a source whose weights lie in its relay's memory, all of a row's.
 [[maybe_unused]] static __device__ __noinline__ bool sent_node_weight(const CombineArguments& a, std::uint32_t step, std::uint32_t source,
-                                                                     std::uint32_t row, float& weight) {
+                                                                     std::uint32_t row, std::uint32_t nth, float& weight) {
   const Common& k = a.common;
   const Relays& r = a.relays;
   const std::uint32_t set = set_of(k.c, step);
   const bool good = threadIdx.x % 32 != 0 ||
                     wait<Match::Reached>(k, arrival(k, step, Signal::Weights, source), Phase::Weights, step, rank_of_holder(r, source));
   if (!all_of_warp(good)) return false;
+  if (nth == kNone) return true;
   std::uint32_t choices = a.received.choices[a.received.rows_begin[source] + row];
-  for (std::uint32_t nth = threadIdx.x % 32; nth != 0; --nth) choices &= choices - 1;
+  for (; nth != 0; --nth) choices &= choices - 1;
   if (choices == 0) return true;
   const std::uint32_t of_node = __ldcg(rows_of_mate(k, r, set, source, r.number[k.c.rank]) + row);
   const auto* const weights = reinterpret_cast<const float*>(node_block(k, r, set, Op::Weights, source) + k.weights.row_at(of_node));

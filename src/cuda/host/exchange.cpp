@@ -155,7 +155,8 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   sms_ = most_sms_ = wanted_sms_ = sms_of_launch(config, sms_of_gpu(device_), num_sms);
   common_.combine_blocks = sms_ * kCombineBlocksPerSm;
   if (common_.heap.in_pieces) check_pieces();
-  check(load(config, false, false), "loading the kernels");
+  check(load_dispatches(config, false, false), "loading the kernels of dispatches");
+  check(load_combines(config, false), "loading the kernels of combines");
   std::vector<bool> alive(config.world, true);
   for (std::uint32_t peer = 0; peer < config.world; ++peer)
     alive[peer] = common_.peers[peer] != nullptr || (memory_.remote >> peer & 1) != 0;
@@ -230,8 +231,8 @@ void Exchange::use_hooks() {
   const OnDevice on(device_);
   const Config& c = common_.c;
   check(load_hooks(), "loading the kernels of hooks");
-  check(load(c, false, true), "loading the kernels of dispatches with hooks");
-  if (chunk_memory_ != nullptr) check(load(c, true, true), "loading the kernels of large dispatches with hooks");
+  check(load_dispatches(c, false, true), "loading the kernels of dispatches with hooks");
+  if (chunk_memory_ != nullptr) check(load_dispatches(c, true, true), "loading the kernels of large dispatches with hooks");
   has_hooks_ = true;
   const std::uint32_t sms = sms_of_gpu(device_), most = sms > kSmsLeft ? sms - kSmsLeft : 1;
   sms_ = most_sms_ = wanted_sms_ = std::min(sms_, most);
@@ -432,17 +433,18 @@ void Exchange::write_control(std::uint32_t generation, const Control& value) {
 }
 
 // Makes what the large kernels need, if steps may be large enough. All ranks use these kernels or none does: they decide what rows of
-// combine look like. Without pieces a dispatch does not know remote peers, nor a combine relays.
+// combine look like. Without pieces a dispatch does not know remote peers.
 void Exchange::make_chunk_counts() {
   const Config& c = common_.c;
   const std::uint32_t bytes = attribute_of(device_, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  const bool pieces = common_.heap.in_pieces;
-  if (!pieces && (c.max_tokens < large_tokens_ || !can_dispatch_large(c, bytes) || !can_combine_large(c, bytes))) return;
+  const bool pieces = common_.heap.in_pieces, dispatches = pieces || !memory_.across();
+  if (!pieces && (c.max_tokens < large_tokens_ || (dispatches && !can_dispatch_large(c, bytes)) || !can_combine_large(c, bytes))) return;
   if (pieces) large_tokens_ = memory_.across() ? 0 : std::min(large_tokens_, tokens_of_round(c) + 1);  // one round at most has few
   common_.word_rows = large_tokens_;
   if (pieces) common_.showing_rows = std::min(common_.showing_rows, large_tokens_);
-  check(load(c, true, false), "loading the kernels of large steps");
-  if (!pieces && memory_.across()) return;
+  check(load_combines(c, true), "loading the kernels of large combines");
+  if (!dispatches) return;
+  check(load_dispatches(c, true, false), "loading the kernels of large dispatches");
   const std::uint64_t columns = chunk_columns(c), chunks = most_chunks(c);
   const std::uint64_t totals = 16, taken = totals + 4 * kTotals * columns, ready = align_up(taken + 4 * chunks, 8), counts = align_up(ready + 8 * chunks, 16);
   chunk_bytes_ = counts + 2 * columns * chunks;

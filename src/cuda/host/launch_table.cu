@@ -14,7 +14,7 @@ cudaError_t load(const Choice<Arguments>& choice) {
 
 }  // namespace
 
-cudaError_t load(const Config& c, bool large, bool hooks) {
+cudaError_t load_dispatches(const Config& c, bool large, bool hooks) {
   cudaError_t error = cudaSuccess;
   for (std::uint32_t bits = 0; bits < 4 && error == cudaSuccess; ++bits) {
     DispatchCall call;
@@ -24,7 +24,12 @@ cudaError_t load(const Config& c, bool large, bool hooks) {
     call.given_scales = (bits & 2) != 0;
     error = load(choose(c, call));
   }
-  for (std::uint32_t bits = 0; !hooks && bits < 4 && error == cudaSuccess; ++bits) {
+  return error;
+}
+
+cudaError_t load_combines(const Config& c, bool large) {
+  cudaError_t error = cudaSuccess;
+  for (std::uint32_t bits = 0; bits < 4 && error == cudaSuccess; ++bits) {
     CombineCall call;
     call.large = large;
     call.mapped_only = (bits & 1) != 0;

@@ -16,7 +16,8 @@ struct RunEnd {
 
 // A row, or a part of one, on its way to shared memory. Those of a sum come after each other.
 struct DealtRow {
-  char* row = nullptr;  // this part: where it comes from, or where the sum goes to that it is an input of
+  char* row = nullptr;  // this part, where its place is made blank
+  char* to = nullptr;  // rows to send: where the sum goes that it is an input of
   std::uint32_t token = 0;  // one of this rank's
   std::uint32_t at = 0;  // where in the row
   float weight = 1.0f;

@@ -70,9 +70,9 @@ struct Teams {
   __device__ static void work_as_herald(const CombineArguments& a, std::uint32_t step, Shared& s) {
     const Common& k = a.common;
     if (blockIdx.x == 0 && k.heap.in_pieces) forget_rounds(k, a.pieces, step, Op::Dispatch);
-    if (a.send) begin_to_send(a, step, s);
+    if (a.send) begin_to_send<true>(a, step, s);
     if (a.send && a.uses_weights) send_all_weights(a, step, 0, 1);
-    if (a.send && k.remote != 0 && !k.heap.in_pieces) send_remote_headers(a, step, s);
+    if (a.send && k.remote != 0 && !k.heap.in_pieces && !has_relays(k)) send_remote_headers(a, step, s);
     if (a.recv && k.remote != 0) k.heap.in_pieces ? pass_on_combines(a, step) : pass_on_blocks(a, step);
     if (a.recv) receive_all_headers(a, step);
   }
@@ -80,7 +80,7 @@ struct Teams {
   template <typename T>
   __device__ static __forceinline__ void work(const CombineArguments& a, std::uint32_t step, Shared& s, char* memory, std::uint32_t warp) {
     const bool dealer = warp == kSendDealer || warp == kSumDealer;
-    const bool sends = a.send || (kExtras && a.common.heap.in_pieces);
+    const bool sends = a.send || (kExtras && (a.common.heap.in_pieces || a.relays.sources != 0));
     const std::uint32_t team = warp == kSumDealer || (warp >= kOfTeam && !dealer) ? 1 : 0;
     // Each team has half of the ring's memory. In a launch that receives nothing the team that sends has both halves.
     char *const out = memory, *const in = out + kOutBytes;
@@ -161,7 +161,7 @@ template <typename How>
 inline constexpr std::size_t kBytesOf = How::kBytes + kBytesOfObject<typename How::Shared>;
 
 bool can_combine_large(const Config& c, std::uint32_t shared_bytes) {
-  return (in_pieces(c) || (c.replicas == 1 && c.node_ranks == 0)) &&
+  return (in_pieces(c) || (c.replicas == 1 && !c.combine_fp8)) &&
          std::max({kBytesOf<SumsWithExtras>, kBytesOf<Copies>, kBytesOf<SumsOfRows>}) <= shared_bytes;
 }
 

@@ -1,7 +1,7 @@
 // The common part of the kernels of a large combine: headers, and whole blocks of remote peers.
 #pragma once
 
-#include "../decode/combine_recv.cuh"
+#include "../remote/relay_combine.cuh"
 #include "../rounds/combine.cuh"
 #include "tuning.h"
 
@@ -18,15 +18,14 @@ __device__ inline void send_remote_header(const CombineArguments& a, std::uint32
   if (threadIdx.x % 32 == 0) count_header(k, step, Op::Combine, peer, rows, parts);
 }
 
-// Waits for a remote peer's whole block, and passes on what comes of it, by one thread. Calls note(block) once its header is there.
-template <typename Note>
-__device__ inline void receive_remote_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer, const Note& note) {
+// Waits for a remote peer's whole block, and passes on what comes of it, by one thread.
+__device__ inline void receive_remote_header(const CombineArguments& a, std::uint32_t step, std::uint32_t peer) {
   const Common& k = a.common;
   if (!wait_for_block(k, step, Op::Combine, Phase::CombineRecv, peer)) return;
   const char* const block = own_slot(k, set_of(k.c, step), Op::Combine, peer);
   const BlockHeader h = load_header(block);
   if (!check_header(k, h, Phase::CombineRecv, step, peer)) return;
-  note(block);
+  if (has_relays(k)) note_overflows(a, peer, load_arrived(block + offsetof(BlockHeader, overflowed)).x);
   if (check_combine_header(a, step, peer, h.rows, h.flags)) pass_on_rows(k, step, Op::Combine, Phase::CombineRecv, peer, h.rows);
   see_it_leave(k, step, Op::Dispatch, Phase::DispatchSend, peer);
 }
@@ -57,23 +56,24 @@ __device__ inline void pass_on_blocks(const CombineArguments& a, std::uint32_t s
   for (std::uint32_t first = 0; first < remote_peers(k); first += 32) {
     if (!take_peers(k, step, first)) continue;
     const std::uint32_t n = first + threadIdx.x % 32;
-    if (n < remote_peers(k)) receive_remote_header(a, step, k.order[n], [](const char*) {});
+    if (n < remote_peers(k) && (a.relays.skipped >> k.order[n] & 1) == 0) receive_remote_header(a, step, k.order[n]);
     __syncwarp();
   }
 }
 
-// Takes this block's share, and sends headers that are not sent yet, by one warp. Remote peers' come later.
+// Takes this block's share, and sends headers that are not sent yet, by one warp. Those that the proxy carries come later.
+template <bool kExtras = false>
 __device__ inline void begin_to_send(const CombineArguments& a, std::uint32_t step, CombineShared& s) {
   const Common& k = a.common;
-  const std::uint32_t lane = threadIdx.x % 32, set = set_of(k.c, step);
+  const std::uint32_t lane = threadIdx.x % 32, carried = kExtras && has_relays(k) ? 0 : remote_peers(k);
   if (lane == 0) s.mine = take_share(k, Op::Combine, blockIdx.x, step);
   s.claimed.set();
-  for (std::uint32_t n = remote_peers(k) + lane; n < k.living; n += 32) {
+  for (std::uint32_t n = carried + lane; n < k.living; n += 32) {
     if (!take_header(k, step, n)) continue;
     const std::uint32_t peer = k.order[n], rows = a.release ? 0 : s.rows_begin[peer + 1] - s.rows_begin[peer];
     const std::uint32_t flags = flags_of(a) | (*a.received.overflowed != 0 ? kOverflowed : 0u);
     fuzz_delay(k, rows);
-    store_tagged(k, block_for<true>(k, set, Op::Combine, peer), step, rows, flags, k.c.rank);
+    store_tagged(k, block_of_sums<!kExtras>(a, step, peer), step, rows, flags, k.c.rank);
   }
   __syncwarp();
 }

@@ -5,10 +5,12 @@
 
 #include "../rounds/combine.cuh"
 #include "adders.cuh"
+#include "combine_kernel.cuh"
 
 namespace pplx::cuda {
 
 inline constexpr std::uint32_t kOutBytes = kPartsOut * kDealtPart;
+inline constexpr std::uint16_t kOfAnswer = 0xffff;  // in place of a round: a run of a relay's answer
 
 // A part of a sum, on its way out.
 struct PartOut {
@@ -41,11 +43,12 @@ class SendDealer : RowDealer {
     const std::uint32_t most = min(told_together(s_.rows_begin[k_.c.world], gridDim.x), together());
     if (kExtras && k_.heap.in_pieces) {
       deal_rounds(most, rounds);
-    } else if (!kExtras || k_.remote == 0 || may_write_all(k_, step_, Op::Combine)) {
+    } else if (!kExtras || (a_.send && (k_.remote == 0 || has_relays(k_) || may_write_all(k_, step_, Op::Combine)))) {
       const RowRuns runs(k_, s_.rows_begin, k_.living - (a_.sums_own ? 1 : 0), most);
       send_shares(k_, step_, s_.mine, runs, [&](std::uint32_t n) { return look_up(n < runs.all() ? runs.at(n) : RowRun{0, 0, 0}); },
                   [&](std::uint32_t, const Looked& looked) { deal_run(looked, looked.run.first, 0); });
     }
+    if (kExtras && a_.recv && a_.relays.sources != 0) deal_answers();
     tell(0, kNoMore);
   }
 
@@ -93,17 +96,21 @@ class SendDealer : RowDealer {
     const std::uint32_t place = checked(choice() < __popc(looked.choices) ? looked.place : kNone);
     const std::uint32_t placed = __ballot_sync(~0u, place != kNone);
     const char* const from = expert_row(place);
-    char* rows = block_for<!kExtras>(k_, set_of(k_.c, step_), Op::Combine, run.source) + k_.combine.row_at(slot_row);
-    if (kExtras && is_remote(k_, run.source)) rows += k_.heap.piece_at(Op::Combine, round);
-    const bool by_word = has_many(s_, run.source) || (kExtras && is_remote(k_, run.source));
+    char* rows = block_of_sums<!kExtras>(a_, step_, run.source) + k_.combine.row_at(slot_row);
+    const bool carried = kExtras && is_carried(k_, run.source), by_word = carried || has_words<!kExtras>(a_, s_, run.source);
+    if (carried) rows += k_.heap.piece_at(Op::Combine, round);
     mark_stage(k_, step_, Stage::Found);
     const RunEnd end{static_cast<std::uint16_t>(round), static_cast<std::uint8_t>(run.source), static_cast<std::uint8_t>(run.rows)};
     DealtRow dealt;
     dealt.weight = looked.weight;
     const std::uint32_t nth = lane() >> k_.group_shift;
     const bool here = nth < run.rows && choice() < k_.c.top_k;
-    if (kExtras && a_.uses_weights)
-      if (!sent_weight(a_, step_, run.source, run.first + nth, choice(), here, dealt.weight)) return false;
+    if (kExtras && a_.uses_weights) {
+      const std::uint32_t row = run.first + nth, its = here ? choice() : kNone;
+      const bool of_node = has_relays(k_) && is_remote(k_, run.source);
+      if (!(of_node ? sent_node_weight(a_, step_, run.source, row, its, dealt.weight) : sent_weight(a_, step_, run.source, row, its, dealt.weight)))
+        return false;
+    }
     for (std::uint32_t i = 0; i < run.rows; ++i) {
       const std::uint32_t inputs = placed & lanes_of(i);
       if (kExtras && a_.has_tail) send_tail(i, looked.choices, place, rows + std::uint64_t{i} * k_.combine.row_bytes, by_word);
@@ -111,7 +118,7 @@ class SendDealer : RowDealer {
       for (dealt.at = 0; dealt.at < k_.row_bytes; dealt.at += part_) {
         const std::uint32_t bytes = min(part_, k_.row_bytes - dealt.at);
         const bool ends = i + 1 == run.rows && dealt.at + part_ >= k_.row_bytes;
-        dealt.row = rows + std::uint64_t{i} * k_.combine.row_bytes + dealt.at;
+        dealt.to = rows + std::uint64_t{i} * k_.combine.row_bytes + dealt.at;
         dealt.what = by_word ? 0 : kRowsShow;
         if (ends) dealt.run = end;
         if (inputs == 0) add(0, dealt, nullptr, 0);
@@ -119,6 +126,59 @@ class SendDealer : RowDealer {
       }
     }
     return true;
+  }
+
+  // Deals what this relay answers: for each row of a node block the sum of what mates return.
+  __device__ void deal_answers() {
+    const auto most = [](std::uint32_t rows) { return told_together(rows, gridDim.x); };
+    answer_sources(a_, step_, 1, [&](std::uint32_t rows) { return (rows + most(rows) - 1) / most(rows); },
+                   [&](std::uint32_t source, std::uint32_t rows, std::uint32_t unit) {
+                     const std::uint32_t first = unit * most(rows);
+                     return deal_answer(source, first, min(most(rows), rows - first));
+                   });
+  }
+
+  // Rows [first, first + rows) of the node block. A lane looks after a row and a mate. False: something failed.
+  __device__ bool deal_answer(std::uint32_t source, std::uint32_t first, std::uint32_t rows) {
+    const Relays& r = a_.relays;
+    const std::uint32_t set = set_of(k_.c, step_);
+    std::uint32_t width = 1;
+    while (width < k_.c.node_ranks) width *= 2;
+    for (std::uint32_t begin = 0; begin < rows; begin += 32 / width) {
+      const std::uint32_t nth = lane() / width, mate = lane() % width, n = min(32 / width, rows - begin);
+      const bool is_there = nth < n && (r.mates >> mate & 1) != 0;
+      const std::uint32_t number = is_there ? NumbersOfNode(k_, r, set, source).of_row(first + begin + nth, mate) : kNone;
+      const bool comes = number != kNone;
+      const std::uint32_t returned = __ballot_sync(~0u, comes);
+      char* const from = comes ? block_of_mate(k_, r, set, source, mate) + k_.combine.row_at(number) : nullptr;
+      if (!all_of_warp(!comes || wait<Match::Exact>(k_, from + k_.combine.arrival_at, Phase::CombineRecv, step_, r.rank[mate]))) return false;
+      fence_copies();
+      for (std::uint32_t i = 0; i < n; ++i) {
+        const std::uint32_t row = first + begin + i, lanes = returned & (~0u >> (32 - width)) << (i * width);
+        char* const to = block_for(k_, set, Op::Combine, source) + r.answer.row_at(row);
+        if (a_.has_tail && !answer_tail_from(source, row, lanes, from, r.rank[mate], to)) return false;
+        DealtRow dealt;
+        dealt.what = kMakeBlank;
+        dealt.own = static_cast<std::uint8_t>(__popc(lanes));
+        for (dealt.at = 0; dealt.at < k_.row_bytes; dealt.at += part_) {
+          dealt.row = from + dealt.at;
+          dealt.to = to + dealt.at;
+          if (begin + i + 1 == rows && dealt.at + part_ >= k_.row_bytes)
+            dealt.run = {kOfAnswer, static_cast<std::uint8_t>(source), static_cast<std::uint8_t>(rows)};
+          for (std::uint32_t bits = lanes; bits != 0; bits &= bits - 1)
+            add(__ffs(static_cast<int>(bits)) - 1, dealt, dealt.row, min(part_, k_.row_bytes - dealt.at));
+        }
+      }
+    }
+    return true;
+  }
+
+  // Takes an answer's tail from the rows that `lanes` have.
+  __device__ bool answer_tail_from(std::uint32_t source, std::uint32_t row, std::uint32_t lanes, const char* from, std::uint32_t rank, char* to) const {
+    const std::uint32_t n = __popc(lanes);
+    for (std::uint32_t i = 0; i < lane(); ++i) lanes &= lanes - 1;
+    const int of = lanes == 0 ? 0 : __ffs(static_cast<int>(lanes)) - 1;
+    return answer_tail(a_, step_, source, row, n, of_lane(from, of), __shfl_sync(~0u, rank, of), to);
   }
 
   // Sends the tail of the nth row that was looked up. A row that shows by itself has a word for it: a tail is any bits.
@@ -160,12 +220,13 @@ class SendAdder : RowAdder<Adders> {
     const std::uint32_t bytes = min(part_, k_.row_bytes - first.at);
     if (first.own == 0) leave();
     Sums<T, kVectors> sums;
-    if (kExtras && first.own != 0 && k_.c.layout == LayoutKind::Compact) sums.start(-0.0f);  // only copied: keeps its sign of zero
+    const bool of_mates = (first.what & kMakeBlank) != 0;  // rows that are sums already
+    if (kExtras && first.own != 0 && (of_mates || k_.c.layout == LayoutKind::Compact)) sums.start(-0.0f);  // keeps the sign of zero
     Base::add_rows(first.own, bytes, sums);
     fuzz_delay(k_, std::uint64_t{step_} << 32 | first.at);
     const bool shows = (first.what & kRowsShow) != 0;
     if (!shows) await_place();
-    char* const to = shows ? first.row : out_ + place_out() * part_;
+    char* const to = shows ? first.to : out_ + place_out() * part_;
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       if (at(j) >= bytes) continue;
@@ -175,7 +236,7 @@ class SendAdder : RowAdder<Adders> {
       else
         store16(to + at(j), v);
     }
-    if (!shows) fill({first.row, first.at, first.run});
+    if (!shows) fill({first.to, first.at, first.run});
     mark_stage(k_, step_, Stage::Sent);
   }
 
@@ -203,7 +264,7 @@ template <bool kExtras>
 class SendTeller {
  public:
   __device__ SendTeller(const CombineArguments& a, std::uint32_t step, const CombineShared& s, PartsOut& parts, const char* out)
-      : k_(a.common), p_(a.pieces), step_(step), s_(s), parts_(parts), out_(out), part_(min(k_.row_bytes, kDealtPart)) {}
+      : k_(a.common), p_(a.pieces), relays_(a.relays), step_(step), s_(s), parts_(parts), out_(out), part_(min(k_.row_bytes, kDealtPart)) {}
 
   __device__ void tell_all() {
     const SpanTimer all(k_, Span::SendingSums);
@@ -247,9 +308,11 @@ class SendTeller {
   __device__ void tell(const PartOut& part) {
     const SpanTimer tells(k_, Span::TellingOfSums);
     const std::uint32_t lane = threadIdx.x % 32, source = part.run.source;
-    if (kExtras && is_remote(k_, source)) {
+    const bool answers = kExtras && part.run.round == kOfAnswer;
+    if (answers || (kExtras && is_carried(k_, source))) {
       fence_system();
-      const std::uint32_t rows = s_.rows_begin[source + 1] - s_.rows_begin[source];
+      std::uint32_t rows = s_.rows_begin[source + 1] - s_.rows_begin[source];
+      if (answers) rows = NumbersOfNode(k_, relays_, set_of(k_.c, step_), source).all();
       if (k_.heap.in_pieces)
         count_sums_of_round(k_, p_, step_, source, part.run.round, rows, part.run.rows);
       else if (lane == 0)
@@ -271,6 +334,7 @@ class SendTeller {
 
   const Common& k_;
   const PieceArguments& p_;
+  const Relays& relays_;
   const std::uint32_t step_;
   const CombineShared& s_;
   PartsOut& parts_;

@@ -53,7 +53,7 @@ struct CombineExtras<false> {
   }
   template <typename T>
   __device__ static bool answer_sources(const CombineArguments& a, std::uint32_t step) {
-    return cuda::answer_sources<T>(a, step);
+    return answer_by_strips<T>(a, step);
   }
   template <typename T, int kVectors>
   __device__ static void add_node(Sums<T, kVectors>& sums, Sums<T, kVectors>& of_node) {
@@ -71,15 +71,14 @@ struct CombineExtras<false> {
     if (__syncthreads_or(mine) == 0) return;
     const std::uint32_t peer = threadIdx.x;
     if (peer < k.c.world && is_remote(k, peer) && ((k.dead | a.relays.skipped) >> peer & 1) == 0) {
-      receive_remote_header(a, step, peer, [&](const char* block) {
-        if (has_relays(k)) note_overflows(a, peer, load_arrived(block + offsetof(BlockHeader, overflowed)).x);
-      });
+      receive_remote_header(a, step, peer);
     }
     __syncwarp();
   }
   __device__ static bool sent_weight(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t row, float& weight) {
-    if (has_relays(a.common) && is_remote(a.common, source)) return sent_node_weight(a, step, source, row, weight);
-    return cuda::sent_weight(a, step, source, row, threadIdx.x % 32, threadIdx.x % 32 < a.common.c.top_k, weight);
+    const std::uint32_t nth = threadIdx.x % 32 < a.common.c.top_k ? threadIdx.x % 32 : kNone;
+    if (has_relays(a.common) && is_remote(a.common, source)) return sent_node_weight(a, step, source, row, nth, weight);
+    return cuda::sent_weight(a, step, source, row, nth, weight);
   }
   __device__ static void send_all_weights(const CombineArguments& a, std::uint32_t step) {
     cuda::send_all_weights(a, step, threadIdx.x / 32, kCombineWarps);

@@ -34,8 +34,9 @@ __device__ inline bool receive_mate(const CombineArguments& a, std::uint32_t ste
   return vec16.x == rows || blame(k, Phase::CombineRecv, step, rank, rows, vec16.x);
 }
 
-// Writes the answer's header once all mates' are here: a warp, a lane for each. They prove that the mates have read the node block.
-__device__ inline bool answer_header(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t rows) {
+// Writes the answer's header once all mates' are here: a warp, a lane for each. They prove that the mates have read the node block. parts: a
+// row counts as that number.
+__device__ inline bool answer_header(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t rows, std::uint32_t parts) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   const bool is_mate = (a.relays.mates >> lane & 1) != 0;
@@ -45,7 +46,7 @@ __device__ inline bool answer_header(const CombineArguments& a, std::uint32_t st
   const std::uint32_t overflowed = __ballot_sync(~0u, is_mate && (vec16.y & kOverflowed) != 0);
   write_header(k, block_for(k, set_of(k.c, step), Op::Combine, source), step, rows, flags_of(a), lane, overflowed);
   __syncwarp();
-  if (lane == 0) count_header(k, step, Op::Combine, source, rows, a.received_in.strips);
+  if (lane == 0) count_header(k, step, Op::Combine, source, rows, parts);
   return true;
 }
 
@@ -125,13 +126,14 @@ __device__ inline bool answer_strip(const CombineArguments& a, std::uint32_t ste
     sums.store(to, begin, end);
   if (a.has_tail && strip == strips - 1 && !answer_tail(a, step, source, row, n, from, rank, to)) return false;
   __syncwarp();
-  if (lane == 0) count_part(k, step, Op::Combine, source, 0, 1, strips, RowsOfBlock(rows));
+  if (lane == 0) count_part(k, step, Op::Combine, source, parts_of(k, Op::Combine).part_of(row), 1, strips, RowsOfBlock(rows));
   return true;
 }
 
-// Answers this relay's sources. False: something failed.
-template <typename T>
-static __device__ __noinline__ bool answer_sources(const CombineArguments& a, std::uint32_t step) {
+// Answers this relay's sources, by any warps: calls answer(source, rows, unit) for what no warp has begun, of units_of(rows) units of rows. parts: as
+// above. False: something failed.
+template <typename UnitsOf, typename Answer>
+__device__ inline bool answer_sources(const CombineArguments& a, std::uint32_t step, std::uint32_t parts, const UnitsOf& units_of, const Answer& answer) {
   const Common& k = a.common;
   const std::uint32_t set = set_of(k.c, step), headers = count_ranks(a.relays.sources);
   for (;;) {
@@ -141,15 +143,22 @@ static __device__ __noinline__ bool answer_sources(const CombineArguments& a, st
     for (std::uint64_t left = a.relays.sources;; left &= left - 1) {
       if (left == 0) return true;
       const std::uint32_t source = lowest_rank(left), rows = a.release ? 0 : NumbersOfNode(k, a.relays, set, source).all();
-      const std::uint32_t units = header ? 1 : rows * a.received_in.strips;
+      const std::uint32_t units = header ? 1 : units_of(rows);
       if (unit >= units) {
         unit -= units;
         continue;
       }
-      if (!(header ? answer_header(a, step, source, rows) : answer_strip<T>(a, step, source, rows, unit))) return false;
+      if (!(header ? answer_header(a, step, source, rows, parts) : answer(source, rows, unit))) return false;
       break;
     }
   }
+}
+
+template <typename T>
+static __device__ __noinline__ bool answer_by_strips(const CombineArguments& a, std::uint32_t step) {
+  const std::uint32_t strips = a.received_in.strips;
+  return answer_sources(a, step, strips, [&](std::uint32_t rows) { return rows * strips; },
+                        [&](std::uint32_t source, std::uint32_t rows, std::uint32_t unit) { return answer_strip<T>(a, step, source, rows, unit); });
 }
 
 }  // namespace pplx::cuda

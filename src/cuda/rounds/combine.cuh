@@ -33,7 +33,7 @@ template <typename T, bool kExtras>
     places.load<!kExtras>(a, s.rows_begin[run.source] + run.first + i);
     const std::uint32_t n = places.check(a);
     if (kExtras && a.uses_weights)
-      if (!sent_weight(a, step, run.source, run.first + i, lane, lane < k.c.top_k, places.weight)) return false;
+      if (!sent_weight(a, step, run.source, run.first + i, lane < k.c.top_k ? lane : kNone, places.weight)) return false;
     for (std::uint32_t at = 0; at < k.row_bytes; at += strip_bytes(kSentVectors)) {
       const std::uint32_t begin = at + lane * 16;
       Sums<T, kSentVectors> sums;
