@@ -6,7 +6,7 @@
 // within a pair; a pair's are 2^growth_log times the last pair's.
 //
 // Parts may arrive in any order; those that stand complete from the first on are counted in pieces[set][op][peer] (pieces.h), by
-// the proxy. The arrival word rises with part 0. With relays a dispatch leaves whole: a relay numbers the rows of its mates first.
+// the proxy. The arrival word rises with part 0. With relays part 0 has the masks of all rows, too.
 #pragma once
 
 #include "pieces.h"
@@ -20,7 +20,7 @@ constexpr PartSizes part_sizes(const Config& c, Op op) {
   const std::uint32_t most = max_rows_of_block(c), row = network_block(c, op).row_bytes;
   PartSizes sizes;
   sizes.first_log = 0;
-  if (!in_parts(c) || op == Op::Weights || (op == Op::Dispatch && c.node_ranks != 0)) {
+  if (!in_parts(c) || op == Op::Weights) {
     while (1u << sizes.first_log < most) ++sizes.first_log;
     return sizes;
   }

@@ -53,6 +53,7 @@ struct SendShared {
   std::uint32_t share;  // that is sent next, or kNone
   bool taken;  // the set's memory is this step's
   bool may_send;  // the blocks of remote peers may be written
+  std::uint32_t rows_of_warp[kSenderWarps];  // while masks are written
   unsigned long long digest;  // sum over all tokens' ids
 };
 

@@ -232,11 +232,11 @@ __device__ inline char* parts_word(const Common& k, char* memory, std::uint32_t 
   return memory + k.heap.count_at(k.c, k.heap.pieces, set_of(k.c, step), op, peer);
 }
 
-// After its header was checked: passes on what comes of the peer's block, until all of it is there. One loop, in which the threads of a
-// warp stay together: none waits for another one's peer.
-[[maybe_unused]] static __device__ __noinline__ void pass_on_rows(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t rows) {
+// Passes on what comes of the peer's block, after its header was checked, until all of it is there. tell(word) says how many leading parts are.
+// One loop, in which the threads of a warp stay together: none waits for another one's peer.
+template <typename Tell>
+__device__ inline void pass_on_parts(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t rows, const Tell& tell) {
   const char* const word = kCarrier ? nullptr : parts_word(k, k.arrivals, step, op, peer);
-  char* const here = parts_word(k, k.peers[k.c.rank], step, op, peer);
   const std::uint32_t all = parts_of(k, op).count(rows);
   std::uint32_t there = 0;
   std::uint64_t now = 0;
@@ -252,11 +252,16 @@ __device__ inline char* parts_word(const Common& k, char* memory, std::uint32_t 
     }
     if (came > there) {
       fuzz_delay(k, came);
-      store_release_here(here, pieces_word(k.generation, step, came));
+      tell(pieces_word(k.generation, step, came));
       there = came;
     }
     return there >= all;
   });
+}
+
+[[maybe_unused]] static __device__ __noinline__ void pass_on_rows(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t rows) {
+  char* const here = parts_word(k, k.peers[k.c.rank], step, op, peer);
+  pass_on_parts(k, step, op, phase, peer, rows, [&](std::uint64_t word) { store_release_here(here, word); });
 }
 
 // Waits until the part of the peer's block that has a row was passed on. False: it will not come.

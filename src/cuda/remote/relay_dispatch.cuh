@@ -1,5 +1,5 @@
 // A relay's part of a dispatch (protocol/nodes.h). A node block lies in its memory, and it alone hears of it. It numbers the rows of each
-// mate, and tells its mates counts, as peers of the node do, row numbers, and that the block is there. They copy their rows from there.
+// mate, and tells its mates counts, as peers of the node do, row numbers, and which parts of it are there. They copy their rows from there.
 #pragma once
 
 #include "../common/relays.cuh"
@@ -77,8 +77,16 @@ __device__ inline void pass_on_choices(const DispatchArguments& a, std::uint32_t
   }
 }
 
+// Tells mates which parts of a source's node block are there, until all are: one thread.
+__device__ inline void pass_on_parts_to_mates(const Common& k, const Relays& r, std::uint32_t step, std::uint32_t source, std::uint32_t rows) {
+  pass_on_parts(k, step, Op::Dispatch, Phase::DispatchRecv, source, rows, [&](std::uint64_t word) {
+    for (std::uint32_t left = r.mates; left != 0; left &= left - 1)
+      publish(k, parts_word(k, k.peers[r.rank[lowest_rank(left)]], step, Op::Dispatch, source), word);
+  });
+}
+
 // Passes on a source's node block, by a warp. False: it will not come, or is wrong.
-__device__ inline bool pass_on_node(const DispatchArguments& a, std::uint32_t step, std::uint32_t source) {
+static __device__ __noinline__ bool pass_on_node(const DispatchArguments& a, std::uint32_t step, std::uint32_t source) {
   const Common& k = a.common;
   const Relays& r = a.relays;
   const std::uint32_t set = set_of(k.c, step), lane = threadIdx.x % 32;
@@ -101,6 +109,7 @@ __device__ inline bool pass_on_node(const DispatchArguments& a, std::uint32_t st
   fuzz_delay(k, source);
   if (is_mate) raise_arrival<Atomics>(k.peers[r.rank[lane]], k.heap, k.c, Signal::Dispatch, source, k.generation, step);
   mark_stage(k, step, Stage::PassedOn);
+  if (lane == 0) pass_on_parts_to_mates(k, r, step, source, rows);
   if (lane == 0) see_it_leave(k, step, Op::Combine, Phase::CombineSend, source);
   __syncwarp();
   return true;
