@@ -54,7 +54,10 @@ def drawn(number: int, transport: str) -> Case:
 @pytest.mark.parametrize("transport", [*CARRIERS, *RELAYED])
 def test_random_shapes(crew: Crews, transport: str) -> None:
     for number in range(20):
-        crew.run("gpu_cases:exchange", drawn(60_000 + number, transport))
+        case = drawn(60_000 + number, transport)
+        if transport in RELAYED and number % 4 == 3:
+            case = replace(case, combine_wire="fp8", hidden=case.hidden + 264)
+        crew.run("gpu_cases:exchange", case)
 
 
 @pytest.mark.parametrize("transport", [*CARRIERS, *RELAYED])
