@@ -264,7 +264,7 @@ void play(const Scene& scene, std::uint64_t seed) {
   std::atomic<bool> over{false};
   std::thread asking([&] {   // as dump and metrics do
     for (; !over.load(); std::this_thread::sleep_for(std::chrono::milliseconds(1)))
-      for (const Rank& rank : ranks) CHECK(rank.exchange->standing().device == "cpu" && rank.exchange->counters().counted);
+      for (const Rank& rank : ranks) CHECK(std::string(rank.exchange->standing().device) == "cpu" && rank.exchange->counters().counted);
   });
   for (std::thread& thread : threads) thread.join();
   over = true;
