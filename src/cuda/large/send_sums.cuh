@@ -108,8 +108,9 @@ class SendDealer : RowDealer {
     if (kExtras && a_.uses_weights) {
       const std::uint32_t row = run.first + nth, its = here ? choice() : kNone;
       const bool of_node = has_relays(k_) && is_remote(k_, run.source);
-      if (!(of_node ? sent_node_weight(a_, step_, run.source, row, its, dealt.weight) : sent_weight(a_, step_, run.source, row, its, dealt.weight)))
-        return false;
+      const bool good = of_node ? sent_node_weight(a_, step_, run.source, row, its, dealt.weight)
+                                : sent_weight(a_, step_, run.source, row, its, dealt.weight);
+      if (!good) return false;
     }
     for (std::uint32_t i = 0; i < run.rows; ++i) {
       const std::uint32_t inputs = placed & lanes_of(i);
@@ -151,7 +152,8 @@ class SendDealer : RowDealer {
       const bool comes = number != kNone;
       const std::uint32_t returned = __ballot_sync(~0u, comes);
       char* const from = comes ? block_of_mate(k_, r, set, source, mate) + k_.combine.row_at(number) : nullptr;
-      if (!all_of_warp(!comes || wait<Match::Exact>(k_, from + k_.combine.arrival_at, Phase::CombineRecv, step_, r.rank[mate]))) return false;
+      const bool good = !comes || wait<Match::Exact>(k_, from + k_.combine.arrival_at, Phase::CombineRecv, step_, r.rank[mate]);
+      if (!all_of_warp(good)) return false;
       fence_copies();
       for (std::uint32_t i = 0; i < n; ++i) {
         const std::uint32_t row = first + begin + i, lanes = returned & (~0u >> (32 - width)) << (i * width);
@@ -174,7 +176,8 @@ class SendDealer : RowDealer {
   }
 
   // Takes an answer's tail from the rows that `lanes` have.
-  __device__ bool answer_tail_from(std::uint32_t source, std::uint32_t row, std::uint32_t lanes, const char* from, std::uint32_t rank, char* to) const {
+  __device__ bool answer_tail_from(std::uint32_t source, std::uint32_t row, std::uint32_t lanes, const char* from, std::uint32_t rank,
+                                   char* to) const {
     const std::uint32_t n = __popc(lanes);
     for (std::uint32_t i = 0; i < lane(); ++i) lanes &= lanes - 1;
     const int of = lanes == 0 ? 0 : __ffs(static_cast<int>(lanes)) - 1;

@@ -44,7 +44,8 @@ struct DispatchExtras<false> {
     }
   }
   // Writes a remote peer's header, with its counts. A warp that stores a row of its block counts that row.
-  __device__ static void write_header(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, SendShared& s, const std::uint32_t* experts) {
+  __device__ static void write_header(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, SendShared& s,
+                                      const std::uint32_t* experts) {
     const Common& k = a.common;
     const bool planned = a.ids == nullptr;
     const std::uint32_t rows = planned ? a.plan.rows[peer] : s.plan.rows_before[peer];
@@ -63,7 +64,8 @@ struct DispatchExtras<false> {
     sync_senders();
     if (threadIdx.x == 0) count_header(k, step, Op::Dispatch, peer, rows, 1);
   }
-  // Writes a row's route, and its mask where none came first: a warp. Each choice names its rank. goes: if the lane's choice goes there, as expert `id`.
+  // Writes a row's route, and its mask where none came first: a warp. Each choice names its rank. goes: if the lane's choice goes there, as
+  // expert `id`.
   __device__ static __noinline__ void write_node_route(const DispatchArguments& a, std::uint32_t step, std::uint32_t own,
                                                        std::uint32_t peer, bool goes, std::uint32_t id, std::uint32_t index,
                                                        float weight, std::uint32_t row, char* to) {
@@ -100,7 +102,8 @@ struct DispatchExtras<false> {
     if (!all_of_warp(good)) return nullptr;
     const std::uint32_t row = __ldcg(rows_of_mate(k, a.relays, set, source, a.relays.number[k.c.rank]) + nth);
     const bool is_there = parts_of(k, Op::Dispatch).part_of(row) == 0;  // with what tells of the numbers
-    if (!is_there && !all_of_warp(threadIdx.x % 32 != 0 || row_was_passed_on(k, step, Op::Dispatch, Phase::DispatchRecv, source, row))) return nullptr;
+    const auto comes = [&] { return row_was_passed_on(k, step, Op::Dispatch, Phase::DispatchRecv, source, row); };
+    if (!is_there && !all_of_warp(threadIdx.x % 32 != 0 || comes())) return nullptr;
     return node_block(k, a.relays, set, Op::Dispatch, source) + k.dispatch.row_at(row);
   }
   // Tells a replica, or this rank's comparing block, what replicas must have in common: tokens, and a digest of all their ids.

@@ -232,10 +232,11 @@ __device__ inline char* parts_word(const Common& k, char* memory, std::uint32_t 
   return memory + k.heap.count_at(k.c, k.heap.pieces, set_of(k.c, step), op, peer);
 }
 
-// Passes on what comes of the peer's block, after its header was checked, until all of it is there. tell(word) says how many leading parts are.
-// One loop, in which the threads of a warp stay together: none waits for another one's peer.
+// Passes on what comes of the peer's block, after its header was checked, until all of it is there. tell(word) says how many leading parts
+// are. One loop, in which the threads of a warp stay together: none waits for another one's peer.
 template <typename Tell>
-__device__ inline void pass_on_parts(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t rows, const Tell& tell) {
+__device__ inline void pass_on_parts(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t rows,
+                                     const Tell& tell) {
   const char* const word = kCarrier ? nullptr : parts_word(k, k.arrivals, step, op, peer);
   const std::uint32_t all = parts_of(k, op).count(rows);
   std::uint32_t there = 0;
@@ -259,7 +260,8 @@ __device__ inline void pass_on_parts(const Common& k, std::uint32_t step, Op op,
   });
 }
 
-[[maybe_unused]] static __device__ __noinline__ void pass_on_rows(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer, std::uint32_t rows) {
+[[maybe_unused]] static __device__ __noinline__ void pass_on_rows(const Common& k, std::uint32_t step, Op op, Phase phase,
+                                                                 std::uint32_t peer, std::uint32_t rows) {
   char* const here = parts_word(k, k.peers[k.c.rank], step, op, peer);
   pass_on_parts(k, step, op, phase, peer, rows, [&](std::uint64_t word) { store_release_here(here, word); });
 }

@@ -34,9 +34,10 @@ __device__ inline bool receive_mate(const CombineArguments& a, std::uint32_t ste
   return vec16.x == rows || blame(k, Phase::CombineRecv, step, rank, rows, vec16.x);
 }
 
-// Writes the answer's header once all mates' are here: a warp, a lane for each. They prove that the mates have read the node block. parts: a
-// row counts as that number.
-__device__ inline bool answer_header(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t rows, std::uint32_t parts) {
+// Writes the answer's header once all mates' are here: a warp, a lane for each. They prove that the mates have read the node block.
+// parts: a row counts as that number.
+__device__ inline bool answer_header(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t rows,
+                                     std::uint32_t parts) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   const bool is_mate = (a.relays.mates >> lane & 1) != 0;
@@ -130,10 +131,11 @@ __device__ inline bool answer_strip(const CombineArguments& a, std::uint32_t ste
   return true;
 }
 
-// Answers this relay's sources, by any warps: calls answer(source, rows, unit) for what no warp has begun, of units_of(rows) units of rows. parts: as
-// above. False: something failed.
+// Answers this relay's sources, by any warps: calls answer(source, rows, unit) for what no warp has begun, of units_of(rows) units of rows.
+// parts: as above. False: something failed.
 template <typename UnitsOf, typename Answer>
-__device__ inline bool answer_sources(const CombineArguments& a, std::uint32_t step, std::uint32_t parts, const UnitsOf& units_of, const Answer& answer) {
+__device__ inline bool answer_sources(const CombineArguments& a, std::uint32_t step, std::uint32_t parts, const UnitsOf& units_of,
+                                      const Answer& answer) {
   const Common& k = a.common;
   const std::uint32_t set = set_of(k.c, step), headers = count_ranks(a.relays.sources);
   for (;;) {
@@ -157,8 +159,10 @@ __device__ inline bool answer_sources(const CombineArguments& a, std::uint32_t s
 template <typename T>
 static __device__ __noinline__ bool answer_by_strips(const CombineArguments& a, std::uint32_t step) {
   const std::uint32_t strips = a.received_in.strips;
-  return answer_sources(a, step, strips, [&](std::uint32_t rows) { return rows * strips; },
-                        [&](std::uint32_t source, std::uint32_t rows, std::uint32_t unit) { return answer_strip<T>(a, step, source, rows, unit); });
+  const auto answer = [&](std::uint32_t source, std::uint32_t rows, std::uint32_t unit) {
+    return answer_strip<T>(a, step, source, rows, unit);
+  };
+  return answer_sources(a, step, strips, [&](std::uint32_t rows) { return rows * strips; }, answer);
 }
 
 }  // namespace pplx::cuda

@@ -78,7 +78,8 @@ __device__ inline void pass_on_choices(const DispatchArguments& a, std::uint32_t
 }
 
 // Tells mates which parts of a source's node block are there, until all are: one thread.
-__device__ inline void pass_on_parts_to_mates(const Common& k, const Relays& r, std::uint32_t step, std::uint32_t source, std::uint32_t rows) {
+__device__ inline void pass_on_parts_to_mates(const Common& k, const Relays& r, std::uint32_t step, std::uint32_t source,
+                                              std::uint32_t rows) {
   pass_on_parts(k, step, Op::Dispatch, Phase::DispatchRecv, source, rows, [&](std::uint64_t word) {
     for (std::uint32_t left = r.mates; left != 0; left &= left - 1)
       publish(k, parts_word(k, k.peers[r.rank[lowest_rank(left)]], step, Op::Dispatch, source), word);
