@@ -317,11 +317,14 @@ bool Proxy::post_shards(Object& object, const Job& job, const std::uint32_t* to_
     Trace& trace = Trace::of_module();
     const std::uint64_t begun = trace.on() ? Trace::now() : 0;
     try {
-      if (fabric_.write(w) == Post::Again) {
+      const Post post = fabric_.write(w);
+      go_on();
+      if (post == Post::Again) {
         ++stats_.again;
         return moved;
       }
     } catch (const FabricError& error) {
+      go_on();
       out.posted = out.shards;
       ++stats_.errors;
       if (object.o.on_failure) object.o.on_failure({job.peer, job.op, out.step, error.what()});
@@ -346,6 +349,7 @@ bool Proxy::post_shards(Object& object, const Job& job, const std::uint32_t* to_
 
 bool Proxy::take_completions() {
   const int n = fabric_.poll(batch_, 64);
+  go_on();
   for (int i = 0; i < n; ++i) switch (batch_[i].kind) {
       case Completion::Kind::Arrived: arrived(batch_[i].immediate); break;
       case Completion::Kind::Sent: sent(batch_[i].context); break;

@@ -2,6 +2,7 @@
 // block is complete. It is a state machine: step() does all that can be done now, and the fabric comes from outside.
 #pragma once
 
+#include <atomic>
 #include <functional>
 #include <memory>
 #include <optional>
@@ -65,10 +66,14 @@ struct ProxyStats {
   std::uint64_t endpoint_writes[kMaxEndpoints] = {}, endpoint_bytes[kMaxEndpoints] = {};   // indexed by endpoint
 };
 
+// Thrown by step(): the thread was told to stop while the provider had it. The memory may be another generation's by now.
+struct LeftBehind {};
+
 class Proxy {
  public:
-  explicit Proxy(Fabric& fabric, std::uint64_t shard_bytes = 256 * 1024)
-      : fabric_(fabric), endpoints_(static_cast<std::uint32_t>(fabric.endpoints())), shard_bytes_(shard_bytes) {}
+  // stopped: true once nothing that the provider still brings may be told.
+  explicit Proxy(Fabric& fabric, std::uint64_t shard_bytes = 256 * 1024, const std::atomic<bool>* stopped = nullptr)
+      : fabric_(fabric), endpoints_(static_cast<std::uint32_t>(fabric.endpoints())), shard_bytes_(shard_bytes), stopped_(stopped) {}
 
   void attach(ProxyObject object);                 // at config.object, in the place of what was attached there
   void detach(std::uint32_t object);
@@ -161,6 +166,10 @@ class Proxy {
     return (dealt(object.o.config.rank, job.peer, endpoints_) + out.piece + out.posted) % endpoints_;
   }
   bool take_completions();
+  // After each call of the provider.
+  void go_on() const {
+    if (stopped_ != nullptr && stopped_->load(std::memory_order_acquire)) throw LeftBehind();
+  }
   void arrived(std::uint32_t immediate);
   bool count_arrived(Object& object, Incoming& in, const Immediate& i, std::uint32_t step);
   void credited(Object& object, const Immediate& credit);
@@ -175,6 +184,7 @@ class Proxy {
   Fabric& fabric_;
   const std::uint32_t endpoints_;
   const std::uint64_t shard_bytes_;
+  const std::atomic<bool>* const stopped_;
   std::unique_ptr<Object> objects_[kMaxObjects];
   std::vector<Job> queue_;           // blocks with shards that the fabric refused for now, oldest first
   std::uint32_t life_ = 0;

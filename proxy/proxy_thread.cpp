@@ -212,7 +212,7 @@ void ProxyThread::rest(State& state, bool unused) {
     state.turns.store(state.loops + ++state.naps, std::memory_order_relaxed);
     try {
       if (!state.broken && state.proxy.step()) return;
-    } catch (const std::exception&) {
+    } catch (...) {
       return;   // the next turn meets it again and reports it
     }
   }
@@ -227,7 +227,10 @@ void ProxyThread::serve(const std::shared_ptr<State>& s) {
     bool moved = false;
     try {
       moved = !state.broken && state.proxy.step();
+    } catch (const LeftBehind&) {
+      break;
     } catch (const std::exception& error) {
+      if (state.stop.load(std::memory_order_acquire)) break;
       state.broken = true;
       state.proxy.fail_all(error.what());
     }

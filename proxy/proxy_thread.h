@@ -56,7 +56,7 @@ class ProxyThread {
   // Everything that the thread touches. The thread shares its ownership, so it can outlive this object.
   struct State {
     State(std::shared_ptr<Fabric> fabric, std::uint64_t shard_bytes)
-        : fabric(std::move(fabric)), proxy(*this->fabric, shard_bytes) {}
+        : fabric(std::move(fabric)), proxy(*this->fabric, shard_bytes, &stop) {}
     std::vector<std::shared_ptr<void>> kept;   // outlives the fabric
     std::shared_ptr<Fabric> fabric;
     Proxy proxy;

@@ -1,6 +1,7 @@
 // Rank 0's proxy over a fabric whose every answer the test chooses.
 #pragma once
 
+#include <atomic>
 #include <deque>
 #include <memory>
 #include <set>
@@ -67,7 +68,7 @@ inline constexpr std::uint64_t kBase = 0x1000000;   // base of every peer's heap
 // Rank 0 of five. Rank 1 is on its node; 2, 3 and 4 are remote.
 struct World {
   explicit World(int endpoints = 4, std::uint32_t first_step = 1, std::uint32_t in_flight = 2)
-      : fabric(endpoints), proxy(fabric, kShardBytes) {
+      : fabric(endpoints), proxy(fabric, kShardBytes, &stopped) {
     config.world = 5;
     config.num_experts = 10;
     config.top_k = 2;
@@ -127,6 +128,7 @@ struct World {
   Heap heap;
   std::unique_ptr<std::uint64_t[]> memory;
   ScriptedFabric fabric;
+  std::atomic<bool> stopped{false};
   Proxy proxy;
   std::vector<ProxyFailure> failures;
 };

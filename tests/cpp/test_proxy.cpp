@@ -411,6 +411,27 @@ void waiting_is_balanced() {
 }
 
 // One that its owner forgot, with a step open, gives way to the next of its number, and leaves nothing to wait for.
+// A thread that was told to stop tells of nothing that its provider still brings: the memory may be another generation's.
+void told_to_stop_in_the_provider() {
+  for (const bool posts : {false, true}) {
+    World w;
+    w.fabric.arrive(w.immediate(Op::Dispatch, 2, 1));
+    if (posts) {
+      w.mail(1, Op::Dispatch, 2, 1, 0);
+      w.mail(1, Op::Dispatch, 3, 1, 0);
+    }
+    w.stopped = true;
+    bool left = false;
+    try {
+      w.run();
+    } catch (const LeftBehind&) {
+      left = true;
+    }
+    CHECK(left && !w.has(1, Op::Dispatch, 2));
+    CHECK_EQ(w.fabric.writes.size(), posts ? 1u : 0u);
+  }
+}
+
 void attached_over() {
   World w;
   w.mail(1, Op::Dispatch, 2, 1, 0);
@@ -549,6 +570,7 @@ int main() {
   another_life();
   announced_and_not_taken();
   waiting_is_balanced();
+  told_to_stop_in_the_provider();
   attached_over();
   many_objects();
   splits_peers();
