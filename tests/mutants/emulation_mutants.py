@@ -275,7 +275,8 @@ MUTANTS = [
         "words: a rank with few tokens returns few rows without",
         "src/cuda/decode/combine_send.cuh",
         "const bool by_word = has_words<kMappedOnly>(a, s, of.source);",
-        "const bool by_word = has_words<kMappedOnly>(a, s, of.source) && s.rows_begin[of.source + 1] - s.rows_begin[of.source] >= k.word_rows;",
+        "const bool by_word = has_words<kMappedOnly>(a, s, of.source) && "
+        "s.rows_begin[of.source + 1] - s.rows_begin[of.source] >= k.word_rows;",
         "a rank of many tokens waits for them",
         WORDS,
         "_cuda",

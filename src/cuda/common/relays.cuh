@@ -6,6 +6,8 @@
 namespace pplx::cuda {
 
 __device__ inline bool has_relays(const Common& k) { return k.c.node_ranks != 0; }
+// True if what goes to a peer, or comes from it, goes by way of a relay.
+__device__ inline bool is_relayed(const Common& k, std::uint32_t peer) { return is_remote(k, peer) && has_relays(k); }
 __device__ inline std::uint32_t rank_of_holder(const Relays& r, std::uint32_t source) { return r.rank[r.holder[source]]; }
 
 // Returns the source's block for this node, in the memory of its relay.

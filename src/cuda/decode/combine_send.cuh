@@ -36,7 +36,7 @@ __device__ inline bool has_many(const CombineShared& s, std::uint32_t source) { 
 template <bool kMappedOnly>
 __device__ inline bool has_words(const CombineArguments& a, const CombineShared& s, std::uint32_t source) {
   if constexpr (!kMappedOnly)
-    if (has_relays(a.common) && is_remote(a.common, source)) source = rank_of_holder(a.relays, source);
+    if (is_relayed(a.common, source)) source = rank_of_holder(a.relays, source);
   return has_many(s, source);
 }
 
@@ -135,7 +135,7 @@ __device__ inline char* block_of_sums(const CombineArguments& a, std::uint32_t s
   const Common& k = a.common;
   const std::uint32_t set = set_of(k.c, step);
   if constexpr (!kMappedOnly)
-    if (has_relays(k) && is_remote(k, peer)) return block_of_mate(k, a.relays, set, peer, a.relays.number[k.c.rank]);
+    if (is_relayed(k, peer)) return block_of_mate(k, a.relays, set, peer, a.relays.number[k.c.rank]);
   return block_for<kMappedOnly>(k, set, Op::Combine, peer);
 }
 // True if the proxy carries it.

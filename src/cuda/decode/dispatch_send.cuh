@@ -235,7 +235,7 @@ __device__ inline void write_route(const DispatchArguments& a, std::uint32_t ste
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   if constexpr (!kMappedOnly)
-    if (has_relays(k) && is_remote(k, rank)) {
+    if (is_relayed(k, rank)) {
       const std::uint32_t number = __shfl_sync(~0u, rank < 32 ? t.row[0] : t.row[t.kRanksOfLane - 1], static_cast<int>(rank % 32));
       return DispatchExtras<kMappedOnly>::write_node_route(a, step, own, rank, t.rank == rank, static_cast<std::uint32_t>(t.id), t.index,
                                                            t.weight, number, row);

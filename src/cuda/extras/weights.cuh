@@ -11,7 +11,7 @@ __device__ inline void send_weights(const CombineArguments& a, std::uint32_t ste
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   char* block = block_for(k, set_of(k.c, step), Op::Weights, peer);
-  const bool of_node = is_remote(k, peer) && has_relays(k);
+  const bool of_node = is_relayed(k, peer);
   if (is_remote(k, peer) && ((a.relays.skipped >> peer & 1) != 0 || !may_write(k, step, Op::Weights, peer))) return;
   write_header(k, block, step, a.plan.rows[peer], kUsesWeights, lane);
   for (std::uint32_t own = lane; own < a.own; own += 32) {
@@ -41,7 +41,7 @@ __device__ inline void send_weights(const CombineArguments& a, std::uint32_t ste
 __device__ inline bool are_weights_of_rows(const CombineArguments& a, std::uint32_t step, std::uint32_t source) {
   const Common& k = a.common;
   const BlockHeader h = load_header(own_slot(k, set_of(k.c, step), Op::Weights, source));
-  const bool of_node = is_remote(k, source) && has_relays(k);
+  const bool of_node = is_relayed(k, source);
   const std::uint32_t rows = of_node ? NumbersOfNode(k, a.relays, set_of(k.c, step), source).all()
                                      : a.received.rows_begin[source + 1] - a.received.rows_begin[source];
   if (!check_header(k, h, Phase::Weights, step, source)) return false;
@@ -100,6 +100,13 @@ __device__ inline bool sent_weight(const CombineArguments& a, std::uint32_t step
   const auto* const weights = reinterpret_cast<const float*>(node_block(k, r, set, Op::Weights, source) + k.weights.row_at(of_node));
   weight = __ldcg(weights + __ffs(static_cast<int>(choices)) - 1);
   return true;
+}
+
+// Loads it from where the source's weights lie.
+__device__ inline bool load_sent_weight(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t row,
+                                        std::uint32_t nth, float& weight) {
+  if (is_relayed(a.common, source)) return sent_node_weight(a, step, source, row, nth, weight);
+  return sent_weight(a, step, source, row, nth, weight);
 }
 
 // Strips wait for peers' weights, so these come first: before any warp of a block waits, all of them have been begun by blocks that run.

@@ -20,7 +20,8 @@ Choice<DispatchArguments> choose(const Config& c, const DispatchCall& call) {
 bool can_dispatch_large(const Config& c, std::uint32_t shared_bytes) {
   const std::size_t shared = in_pieces(c) ? kBytesOfObject<DispatchShared<true>> : kBytesOfObject<DispatchShared<false>>;
   return (in_pieces(c) || (c.replicas == 1 && c.node_ranks == 0)) && payload_bytes(c) % 16 == 0 &&
-         kWorkers * counting_bytes(c) <= kRingBytes && DispatchMemory(c).bytes + shared <= shared_bytes && (can_deal_sends(c) || !quantised(c.wire));
+         kWorkers * counting_bytes(c) <= kRingBytes && DispatchMemory(c).bytes + shared <= shared_bytes &&
+         (can_deal_sends(c) || !quantised(c.wire));
 }
 
 }  // namespace pplx::cuda

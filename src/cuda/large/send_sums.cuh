@@ -105,13 +105,8 @@ class SendDealer : RowDealer {
     dealt.weight = looked.weight;
     const std::uint32_t nth = lane() >> k_.group_shift;
     const bool here = nth < run.rows && choice() < k_.c.top_k;
-    if (kExtras && a_.uses_weights) {
-      const std::uint32_t row = run.first + nth, its = here ? choice() : kNone;
-      const bool of_node = has_relays(k_) && is_remote(k_, run.source);
-      const bool good = of_node ? sent_node_weight(a_, step_, run.source, row, its, dealt.weight)
-                                : sent_weight(a_, step_, run.source, row, its, dealt.weight);
-      if (!good) return false;
-    }
+    if (kExtras && a_.uses_weights)
+      if (!load_sent_weight(a_, step_, run.source, run.first + nth, here ? choice() : kNone, dealt.weight)) return false;
     for (std::uint32_t i = 0; i < run.rows; ++i) {
       const std::uint32_t inputs = placed & lanes_of(i);
       if (kExtras && a_.has_tail) send_tail(i, looked.choices, place, rows + std::uint64_t{i} * k_.combine.row_bytes, by_word);

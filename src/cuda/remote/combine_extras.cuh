@@ -70,15 +70,12 @@ struct CombineExtras<false> {
     if (threadIdx.x == 0) mine = claim_words(k, step, Op::Combine);
     if (__syncthreads_or(mine) == 0) return;
     const std::uint32_t peer = threadIdx.x;
-    if (peer < k.c.world && is_remote(k, peer) && ((k.dead | a.relays.skipped) >> peer & 1) == 0) {
-      receive_remote_header(a, step, peer);
-    }
+    if (peer < k.c.world && is_remote(k, peer) && ((k.dead | a.relays.skipped) >> peer & 1) == 0) receive_remote_header(a, step, peer);
     __syncwarp();
   }
   __device__ static bool sent_weight(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t row, float& weight) {
     const std::uint32_t nth = threadIdx.x % 32 < a.common.c.top_k ? threadIdx.x % 32 : kNone;
-    if (has_relays(a.common) && is_remote(a.common, source)) return sent_node_weight(a, step, source, row, nth, weight);
-    return cuda::sent_weight(a, step, source, row, nth, weight);
+    return load_sent_weight(a, step, source, row, nth, weight);
   }
   __device__ static void send_all_weights(const CombineArguments& a, std::uint32_t step) {
     cuda::send_all_weights(a, step, threadIdx.x / 32, kCombineWarps);
