@@ -97,14 +97,12 @@ def _noting(lane: Lane, half: str, costs: torch.Tensor) -> Callable[[], None]:
     return note
 
 
-def _after(d: Dispatched, packed: torch.Tensor | None, stats: torch.Tensor | None, noted: Callable[[], None] | None) -> None:
+def _after(scale: torch.Tensor | None, packed: torch.Tensor | None, noted: Callable[[], None] | None) -> None:
     """Ends a dispatch of low latency mode, behind its receive half."""
-    if stats is not None:
-        stats.add_(d.counts)
     if noted is not None:
         noted()
-    if packed is not None and d.scale is not None:
-        _pack(d.scale, packed)
+    if packed is not None and scale is not None:
+        _pack(scale, packed)
 
 
 class LowLatencyHandle(Handle):
@@ -120,18 +118,19 @@ class LowLatencyHandle(Handle):
     ) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor, Step]:
         """Rows, scales, counts, and their step. hook: they are there once it was received. packs: scales as UE8M0."""
         noted = None if waits is None else _noting(lane, "dispatch", waits)
-        self.step = step = lane.dispatch(x, self.ids, send_only=hook)
+        self.step = step = lane.dispatch(x, self.ids, send_only=hook, totals=stats)
         d = step.d
         assert d is not None
-        if not packs and stats is None and noted is None:
-            return d.x, d.scale, d.counts, step
-        packed = _packed_like(d.scale) if packs and d.scale is not None else None
-        then = functools.partial(_after, d, packed, stats, noted)
-        if hook:
-            step.then = then
-        else:
-            then()
-        return d.x, d.scale if packed is None else packed, d.counts, step
+        rows, scale, counts = d._rows()
+        if packs or noted is not None:
+            packed = _packed_like(scale) if packs and scale is not None else None
+            then = functools.partial(_after, scale, packed, noted)
+            if hook:
+                step.then = then
+            else:
+                then()
+            scale = scale if packed is None else packed
+        return rows, scale, counts, step
 
     def combine(
         self, lane: Lane, x: torch.Tensor, hook: bool, weights: torch.Tensor, out: torch.Tensor | None, waits: torch.Tensor | None

@@ -136,11 +136,12 @@ class Lane:
         x_scale: torch.Tensor | None = None,
         *,
         send_only: bool = False,
+        totals: torch.Tensor | None = None,
     ) -> Step:
         """A step takes the memory of the one `IN_FLIGHT` before it, which ends first: on all ranks alike, since they make the same
         calls."""
         captured = self._make_room()
-        d = self.a2a.calls.dispatch(_core.SEND if send_only else _core.BOTH, (x, ids, weights, x_scale, None))
+        d = self.a2a.calls.dispatch(_core.SEND if send_only else _core.BOTH, (x, ids, weights, x_scale, None), totals=totals)
         step = Step(self, d, captured)
         self.steps.append(step)
         return step

@@ -118,6 +118,13 @@ class Checks:
         self._tensor("combine: expert_out", expert_out, (None, self._hidden))
         return expert_out.stride(0) * expert_out.element_size()
 
+    def totals(self, totals: torch.Tensor) -> int:
+        """Returns its address."""
+        if totals.dtype != torch.int32 or not totals.is_contiguous():
+            raise Error(f"dispatch: totals must be a contiguous int32 tensor, not {totals.dtype}, strides {totals.stride()}")
+        self._tensor("dispatch: totals", totals, (self._experts,))
+        return totals.data_ptr()
+
     def enough_rows(self, name: str, rows: int, filled: int) -> None:
         needed = min(filled, self._config.max_rows)
         if not isinstance(self._layout, Padded) and rows < needed:

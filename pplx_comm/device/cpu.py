@@ -67,6 +67,7 @@ class CpuDispatched(Dispatched):
     """The memory of all but x and scale."""
     filled: Filled | None = None
     """With hooks its tensors are there before the receive half."""
+    totals: torch.Tensor | None
 
     def __init__(self, plan: CpuPlan, step: int, inputs: tuple[Any, ...] = (), memory: Reserved | None = None) -> None:
         self.owner = plan.owner
@@ -75,7 +76,7 @@ class CpuDispatched(Dispatched):
         self.receiving = threading.Lock()
         self.inputs = inputs  # must live until the step's rows are placed
         self.memory = memory  # where the outputs lie
-        self.zeroed = False
+        self.zeroed, self.totals = False, None
         for name in ("scale", "offsets", "weights", "topk_ids", "topk_weights", "num_rows"):
             setattr(self, name, None)
 
@@ -135,9 +136,18 @@ class Cpu:
 
     @_awaited
     def dispatch(
-        self, owner: Owner, halves: int, sent: Sent, apart: bool = False, zeroed: bool = False, unread: bool = False
+        self,
+        owner: Owner,
+        halves: int,
+        sent: Sent,
+        apart: bool = False,
+        zeroed: bool = False,
+        unread: bool = False,
+        totals: torch.Tensor | None = None,
     ) -> Dispatched:
         core, (x, _, _, x_scale, plan) = self.core, sent
+        if totals is not None:
+            self.checks.totals(totals)
         plan = self._make_plan(owner, sent) if plan is None else self.checks.plan(owner, sent, core.generation)
         assert isinstance(plan, CpuPlan)
         weights = plan.topk_weights
@@ -157,7 +167,7 @@ class Cpu:
                 ),
             )
             d = CpuDispatched(plan, step, (x, weights, x_scale), memory)
-            d.zeroed = zeroed
+            d.zeroed, d.totals = zeroed, totals
             if self._hooks is not None and not apart:
                 d.hooks = Hooks(torch.zeros(self._hooks.words, dtype=torch.uint32), self._hooks)
                 d.filled = self._outputs.fill(d, memory, zeroed)
@@ -187,6 +197,8 @@ class Cpu:
                     d.hooks.planned.fill_(RAISED)
                     d.hooks.arrived.fill_(RAISED)
                 raise
+        if d.totals is not None:
+            d.totals += d.counts
         d.received = True
         d.inputs = ()
 

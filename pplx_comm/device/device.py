@@ -20,12 +20,20 @@ class Device(Protocol):
     checks: Checks
 
     def dispatch(
-        self, owner: Owner, halves: int, sent: Sent, apart: bool = False, zeroed: bool = False, unread: bool = False
+        self,
+        owner: Owner,
+        halves: int,
+        sent: Sent,
+        apart: bool = False,
+        zeroed: bool = False,
+        unread: bool = False,
+        totals: torch.Tensor | None = None,
     ) -> Dispatched:
         """The send half, and with `halves` the receive half where one launch does both: d.received says so.
 
         apart: for as_tensors(): its tensors share no memory. zeroed: rows of d.x and d.weights that no token fills are zero.
-        unread: the rows are not read on any rank, so they need not travel.
+        unread: the rows are not read on any rank, so they need not travel. totals:
+        int32 [local experts], to which the receive half adds d.counts.
         """
 
     def dispatch_recv(self, d: Dispatched) -> None: ...

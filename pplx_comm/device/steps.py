@@ -71,7 +71,15 @@ class Steps:
     # ---- the calls -------------------------------------------------------------------------------------------------------
 
     @_ranged
-    def dispatch(self, halves: int, sent: Sent, apart: bool = False, zeroed: bool = False, unread: bool = False) -> Dispatched:
+    def dispatch(
+        self,
+        halves: int,
+        sent: Sent,
+        apart: bool = False,
+        zeroed: bool = False,
+        unread: bool = False,
+        totals: torch.Tensor | None = None,
+    ) -> Dispatched:
         """See Device.dispatch."""
         device = self.device
         life = self._life
@@ -83,7 +91,7 @@ class Steps:
         except BaseException:
             with self._checking:
                 raise
-        d = device.dispatch(self, halves, sent, apart, zeroed, unread)
+        d = device.dispatch(self, halves, sent, apart, zeroed, unread, totals)
         return d if d.received or not halves & _core.RECV else self.dispatch_recv(d)
 
     def open_for_combine(self, topk_ids: torch.Tensor) -> Dispatched:

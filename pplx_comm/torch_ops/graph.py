@@ -83,7 +83,9 @@ class Graph:
         self._compact = isinstance(session.layout, Compact)
         self._weights = "topk_weights" if self._compact else "weights"
         self._parts = [
-            (name, *part) for name, part in tickets.parts.items() if part.dtype == torch.int32 and name not in ("x", "scale")
+            (name, (part.shape, part.strides, part.first))
+            for name, part in tickets.parts.items()
+            if part.dtype == torch.int32 and name not in ("x", "scale")
         ]
         self._absent = [
             name for name in ("offsets", "weights", "topk_ids", "topk_weights", "num_rows")
@@ -156,8 +158,8 @@ class Graph:
         d.x = rows
         d.scale = scale if self._wire.quantised else None
         words = ticket.detach().view(torch.int32)
-        for name, at, _, shape, strides in self._parts:
-            setattr(d, name, words.as_strided(shape, strides, at // 4))
+        for name, part in self._parts:
+            setattr(d, name, words.as_strided(*part))
         for name in self._absent:
             setattr(d, name, None)
         setattr(d, self._weights, row_weights)

@@ -241,6 +241,7 @@ class Runner:
         self.random = random.Random(f"{case.seed} rank {me.rank}")  # choices that ranks may make differently
         self.found: list[bytes] = []  # digests of all that came out, in the order of its calls
         self.outputs: dict[int, bytes] = {}  # step -> combine's result
+        self.totals: dict[int, torch.Tensor] = {}  # step -> counts of the caller, to which it adds its own
 
     def spread(self, rows: torch.Tensor) -> torch.Tensor:
         return _spread(rows, self.random)
@@ -310,9 +311,31 @@ class Runner:
             return (x, None, weights), options
         return (x, mine.ids, mine.weights), options
 
+    @contextlib.contextmanager
+    def _counting(self, n: int) -> Iterator[None]:
+        """Every other step has totals."""
+        if n % 2 == 0:
+            yield
+            return
+        calls: Any = self.a2a.calls
+        self.totals[n] = torch.arange(len(self.case.shape.experts_of(self.rank)), dtype=torch.int32).to(self.a2a.device)
+        calls.dispatch = functools.partial(calls.dispatch, totals=self.totals[n])
+        try:
+            yield
+        finally:
+            del calls.dispatch
+
+    def _check_dispatched(self, n: int, d: pc.Dispatched) -> None:
+        check_dispatched(self.case, self.steps[n], self.rank, d)
+        if n in self.totals:
+            added = [total - at for at, total in enumerate(self.totals.pop(n).tolist())]
+            must(added == d.counts.tolist(), "totals", added, d.counts)
+        self._digest(d)
+
     def dispatch_send(self, n: int) -> pc.Dispatched:
         arguments, options = self._dispatch_arguments(n)
-        d = self.a2a.dispatch_send(*arguments, **options)
+        with self._counting(n):
+            d = self.a2a.dispatch_send(*arguments, **options)
         self.plans[n] = d.plan
         # Sent: the caller may do with it what he likes. In pieces the rest of it goes in the receive half.
         if self.steps[n].strided[self.rank] and self.case.slot_bytes is None:
@@ -322,8 +345,7 @@ class Runner:
     def dispatch_recv(self, n: int, d: pc.Dispatched) -> pc.Dispatched:
         how = self.steps[n].how[self.rank]
         d = _elsewhere(d.wait) if how == "other_thread" else d.wait() if how == "async" else self.a2a.dispatch_recv(d)
-        check_dispatched(self.case, self.steps[n], self.rank, d)
-        self._digest(d)
+        self._check_dispatched(n, d)
         return d
 
     def dispatch(self, n: int) -> pc.Dispatched:
@@ -331,13 +353,13 @@ class Runner:
         if how == "halves":
             return self.dispatch_recv(n, self.dispatch_send(n))
         arguments, options = self._dispatch_arguments(n)
-        d = self.a2a.dispatch(*arguments, **options, async_op=how != "whole")
+        with self._counting(n):
+            d = self.a2a.dispatch(*arguments, **options, async_op=how != "whole")
         if how == "other_thread":
             _elsewhere(d.wait)
         d.wait()
         self.plans[n] = d.plan
-        check_dispatched(self.case, self.steps[n], self.rank, d)
-        self._digest(d)
+        self._check_dispatched(n, d)
         return d
 
     def combine_send(self, n: int, d: pc.Dispatched) -> pc.Combining | None:

@@ -141,12 +141,13 @@ void bind_structs(py::module_& m) {
                 Launch::field<&cuda::Launch::hooks>("hooks")});
   using Tokens = BoundStruct<cuda::Tokens>;
   Tokens::bind(m, "Tokens",
-               "Inputs of a dispatch: addresses, 0 for none, and strides in bytes. A receive half takes the count alone, in pieces all.",
+               "Inputs of a dispatch: addresses, 0 for none, and strides in bytes. A receive half takes count and totals alone, in pieces all.",
                {Tokens::required<&cuda::Tokens::tokens>("count"), Tokens::field<&cuda::Tokens::x>("x"),
                 Tokens::field<&cuda::Tokens::x_stride>("stride"), Tokens::field<&cuda::Tokens::ids>("ids"),
                 Tokens::field<&cuda::Tokens::wide_ids>("wide_ids"), Tokens::field<&cuda::Tokens::weights>("weights"),
                 Tokens::field<&cuda::Tokens::scales>("scales"), Tokens::field<&cuda::Tokens::scale, &ScaleStrides::row>("scale_row_stride"),
-                Tokens::field<&cuda::Tokens::scale, &ScaleStrides::scale>("scale_stride"), Tokens::field<&cuda::Tokens::unread>("unread")});
+                Tokens::field<&cuda::Tokens::scale, &ScaleStrides::scale>("scale_stride"), Tokens::field<&cuda::Tokens::unread>("unread"),
+                Tokens::field<&cuda::Tokens::totals>("totals")});
   using Outputs = BoundStruct<cuda::Outputs>;
   Outputs::bind(m, "Outputs", "Addresses of received rows that lie in memory of their own.",
                 {Outputs::required<&cuda::Outputs::x>("x"), Outputs::field<&cuda::Outputs::scales>("scales"),

@@ -263,6 +263,7 @@ struct Tokens {
   bool unread = false;  // the rows are not read on any rank: of each only a beginning travels
   std::uint32_t tokens = 0;
   const float* weights = nullptr;  // [tokens, top_k]; null: ones
+  std::int32_t* totals = nullptr;  // [local experts]: their counts are added, where the caller has any
 };
 
 // With node_ranks: the ranks to which rows go, and where relays are. Mates are known by their numbers on the node.

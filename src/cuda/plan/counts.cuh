@@ -159,6 +159,7 @@ __device__ inline void report_experts(const DispatchArguments& a, std::uint32_t 
   for (std::uint32_t j = 0; j < kNumbersOfVec16; ++j) {
     if (first + j >= a.common.experts) continue;
     a.out.counts[first + j] = static_cast<std::int32_t>(counts[j]);
+    if (a.totals != nullptr) atomicAdd(a.totals + first + j, static_cast<std::int32_t>(counts[j]));
     if (a.out.offsets != nullptr) a.out.offsets[first + j] = static_cast<std::int32_t>(starts[j]);
   }
 }
