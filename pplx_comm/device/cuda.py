@@ -81,8 +81,8 @@ class DeviceDispatched(Dispatched):
     plan: DevicePlan
     step = -1
     inputs: tuple[Any, ...] = ()
-    """The arguments of the receive half, where they are more than a count (in pieces those of the send half), and the tensors that they
-    point to. Those live as long as the handle: a kernel may still read when the call returns."""
+    """The arguments of the receive half, where they are more than a count (in pieces those of the send half), and the tensors that
+    they point to. Those live as long as the handle: a kernel may still read when the call returns."""
     weighted = False
     """True if a plan in the buffer has weights."""
 

@@ -8,7 +8,6 @@ import torch
 
 import pplx_comm._core as _core
 
-
 TENSORS = ("x", "scale", "counts", "offsets", "weights", "src_rank", "src_token", "topk_ids", "topk_weights", "num_rows")
 """Those of a Dispatched."""
 
