@@ -22,11 +22,14 @@ inline constexpr std::uint32_t kMostBlocks = 512;  // a launch's
 inline constexpr std::uint32_t kMostExperts = 8192;  // all ranks': shared memory counts each
 inline constexpr std::uint32_t kNone = 0xffffffffu;
 
+// In place of an Op: shares of a large combine's rows for this node, where those for relays come first.
+inline constexpr Op kNearSums = static_cast<Op>(kOps);
+
 // Device memory, one per generation. That of an earlier generation stays as it was retired, for graphs that were captured then:
 // their launches find a failure, so they send nothing and wait for nothing.
 struct Control {
   unsigned long long step;  // number of the next dispatch (32) | its thread blocks that know it (32): see common/step.cuh
-  std::uint32_t shares[kOps][kMostBlocks];  // the step that took each share of send units last
+  std::uint32_t shares[kOps + 1][kMostBlocks];  // the step that took each share of send units last; the last ones are kNearSums
   std::uint32_t slices[kMaxInFlight];  // units claimed of what this replica finishes
   std::uint32_t reserved;
   unsigned long long failure;  // abort_word of the first failure: all stop waiting

@@ -51,7 +51,7 @@ class CopyLoader {
     const SpanTimer all(k_, Span::SendingSums);
     const RowRuns runs(k_, s_.rows_begin, k_.living - (a_.sums_own ? 1 : 0), told_together(s_.rows_begin[k_.c.world], gridDim.x));
     s_.claimed.wait();
-    send_shares(k_, step_, s_.mine, runs, [&](std::uint32_t n) { return look_up(runs, n); },
+    send_shares(k_, Op::Combine, step_, s_.mine, runs, [&](std::uint32_t n) { return look_up(runs, n); },
                 [&](std::uint32_t n, std::uint32_t place) { load_run(runs.at(n), place); });
     if (threadIdx.x % 32 != 0) return;
     await_place();

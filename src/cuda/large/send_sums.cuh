@@ -43,12 +43,9 @@ class SendDealer : RowDealer {
     const std::uint32_t most = min(told_together(s_.rows_begin[k_.c.world], gridDim.x), together());
     if (kExtras && k_.heap.in_pieces) {
       deal_rounds(most, rounds);
-    } else if (!kExtras || (a_.send && (k_.remote == 0 || has_relays(k_) || may_write_all(k_, step_, Op::Combine)))) {
-      const RowRuns runs(k_, s_.rows_begin, k_.living - (a_.sums_own ? 1 : 0), most);
-      send_shares(k_, step_, s_.mine, runs, [&](std::uint32_t n) { return look_up(n < runs.all() ? runs.at(n) : RowRun{0, 0, 0}); },
-                  [&](std::uint32_t, const Looked& looked) { deal_run(looked, looked.run.first, 0); });
+    } else if (!kExtras || k_.remote == 0 || has_relays(k_) || may_write_all(k_, step_, Op::Combine)) {
+      deal_blocks(most);
     }
-    if (kExtras && a_.recv && a_.relays.sources != 0) deal_answers();
     tell(0, kNoMore);
   }
 
@@ -60,6 +57,23 @@ class SendDealer : RowDealer {
     std::uint32_t place = kNone;
     float weight = 1.0f;
   };
+
+  // With relays rows for them come first, then this relay's answers: the network waits for those.
+  __device__ void deal_blocks(std::uint32_t most) {
+    const bool relays = kExtras && has_relays(k_);
+    const std::uint32_t all = k_.living - (a_.sums_own ? 1 : 0), far = relays ? remote_peers(k_) : all;
+    for (bool near = false;; near = true) {
+      if (!kExtras || a_.send) {
+        const Op op = near ? kNearSums : Op::Combine;
+        const RowRuns runs(k_, s_.rows_begin, near ? all - far : far, most, 1, near ? far : 0);
+        const bool mine = near ? of_first_lane([&] { return take_share(k_, op, blockIdx.x, step_); }) != 0 : s_.mine;
+        send_shares(k_, op, step_, mine, runs, [&](std::uint32_t n) { return look_up(n < runs.all() ? runs.at(n) : RowRun{0, 0, 0}); },
+                    [&](std::uint32_t, const Looked& looked) { deal_run(looked, looked.run.first, 0); });
+      }
+      if (!relays || near) return;
+      if (a_.recv && a_.relays.sources != 0) deal_answers();
+    }
+  }
 
   __device__ bool compact() const { return kExtras && k_.c.layout == LayoutKind::Compact; }
 

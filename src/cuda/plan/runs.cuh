@@ -20,13 +20,14 @@ class RowRuns {
   // Takes counts that were made before, in any thread.
   __device__ RowRuns(const Common& k, const std::uint32_t* rows_begin, std::uint32_t sources, std::uint32_t most, std::uint32_t stretches,
                      const RunCounts& counts)
-      : k_(k), begin_(rows_begin), sources_(sources), most_(most), stretches_(stretches), counts_(counts) {}
-  // Counts runs, by all lanes of a warp. sources: the first ones of the order; most: rows of a run; stretches: of each source.
-  __device__ RowRuns(const Common& k, const std::uint32_t* rows_begin, std::uint32_t sources, std::uint32_t most, std::uint32_t stretches = 1)
-      : k_(k), begin_(rows_begin), sources_(sources), most_(most), stretches_(stretches) {
+      : order_(k.order), begin_(rows_begin), sources_(sources), most_(most), stretches_(stretches), counts_(counts) {}
+  // Counts runs, by all lanes of a warp. sources: of the order, from number `first` on; most: rows of a run; stretches: of each source.
+  __device__ RowRuns(const Common& k, const std::uint32_t* rows_begin, std::uint32_t sources, std::uint32_t most, std::uint32_t stretches = 1,
+                     std::uint32_t first = 0)
+      : order_(k.order + first), begin_(rows_begin), sources_(sources), most_(most), stretches_(stretches) {
     std::uint32_t all = 0, least = kNone;
     for (std::uint32_t i = threadIdx.x % 32; i < sources; i += 32) {
-      const std::uint32_t n = runs_of(k.order[i]);
+      const std::uint32_t n = runs_of(order_[i]);
       least = min(least, n);
       all += n;
     }
@@ -40,12 +41,12 @@ class RowRuns {
     std::uint32_t source;
     const std::uint32_t common = counts_.common;
     if (n / sources_ < common) {
-      source = k_.order[n % sources_];
+      source = order_[n % sources_];
       n /= sources_;
     } else {
       n -= common * sources_;
       for (std::uint32_t i = 0;; ++i) {
-        source = k_.order[i];
+        source = order_[i];
         const std::uint32_t more = runs_of(source) - common;
         if (n < more) break;
         n -= more;
@@ -67,19 +68,19 @@ class RowRuns {
     return stretch * each + min(stretch, more) + nth;
   }
 
-  const Common& k_;
+  const std::uint8_t* const order_;
   const std::uint32_t* const begin_;
   const std::uint32_t sources_, most_, stretches_;
   RunCounts counts_;
 };
 
 // Sends this block's own share of the runs, if it is `mine`, and those that no block has begun: a warp. look_up(n): loads what the nth run
-// needs, if there is one, ahead of send(n, that).
+// needs, if there is one, ahead of send(n, that). op: whose shares they are.
 template <typename LookUp, typename Send>
-__device__ inline void send_shares(const Common& k, std::uint32_t step, bool mine, const RowRuns& runs, const LookUp& look_up, const Send& send) {
+__device__ inline void send_shares(const Common& k, Op op, std::uint32_t step, bool mine, const RowRuns& runs, const LookUp& look_up, const Send& send) {
   const std::uint32_t shares = min(gridDim.x, runs.all());
-  for (std::uint32_t share = mine ? blockIdx.x : take_another_share(k, Op::Combine, step, shares); share != kNone;
-       share = take_another_share(k, Op::Combine, step, shares)) {
+  for (std::uint32_t share = mine ? blockIdx.x : take_another_share(k, op, step, shares); share != kNone;
+       share = take_another_share(k, op, step, shares)) {
     auto next = look_up(share);
     for (std::uint32_t n = share; n < runs.all(); n += gridDim.x) {
       const auto now = next;
