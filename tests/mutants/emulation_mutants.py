@@ -383,7 +383,7 @@ MUTANTS = [
     Mutant(
         "dealt: the shares of thread blocks that found no room stay",
         "src/cuda/plan/runs.cuh",
-        "       share = take_another_share(k, Op::Combine, step, shares)) {\n",
+        "       share = take_another_share(k, op, step, shares)) {\n",
         "       share = kNone) {\n",
         "one resident thread block must send all",
         "test_large_steps_with_one_resident_thread_block",
