@@ -39,6 +39,18 @@ def test_large_combines_between_nodes(world: int, transport: str, least: int, ro
             crew.run("emulated:call", module(), "rank_cases:exchange", case, timeout=200)
 
 
+@pytest.mark.parametrize(("world", "transport", "room"), [(4, "relayed:tcp", 2), (5, "relayed-dealt:shm", 7)])
+def test_large_combines_of_codes(world: int, transport: str, room: int) -> None:
+    """Rows of several parts, of which the last may be short, and random shapes."""
+    with Crew(world, {**PARTS, **LARGE, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
+        case = Case(seed(), world, num_experts=10, top_k=3, hidden=7336, max_tokens=5, transport=transport, combine_wire="fp8", steps=2)
+        for dtype in ("bfloat16", "float32"):
+            crew.run("emulated:only_combines_by_large", module(), replace(case, dtype=dtype, crowd="full"), [])
+        for number in numbers(12):
+            case = replace(case_of(29_000, number, world, transport), replicas=1, combine_wire="fp8")
+            crew.run("emulated:call", module(), "rank_cases:exchange", case, timeout=200)
+
+
 @pytest.mark.parametrize("room", [1, 2, 7])
 def test_large_steps_with_one_resident_thread_block(room: int) -> None:
     """It counts the chunks that the others would have counted, and sends all."""

@@ -1,7 +1,7 @@
 """Prints how long halves of steps between nodes take on the GPUs, when all that they wait for has come, and both halves together.
 
     python tests/gpu/halves_across.py [--tokens 1024,4096] [--num-sms 24,0] [--slot-bytes N] [--mapped]
-    python tests/gpu/halves_across.py --ranks 4 --node-size 2 --num-sms 24      # rows go once per node
+    python tests/gpu/halves_across.py --ranks 4 --node-size 2 --num-sms 24 [--combine-wire fp8]      # rows go once per node
 
 Ranks are threads of this process, and the network is the GPUs' copy engines (copies.py). Medians of ten, in us of the slowest rank.
 --num-sms 0: all. --mapped: all ranks share a node. In pieces a half is not what it is otherwise: both together alone. Ranks that share a
@@ -42,7 +42,7 @@ def measure(me: Any, tokens: int, num_sms: int, arguments: argparse.Namespace) -
     weights = torch.rand(tokens, TOP_K, generator=generator).to(device)
     where: dict[str, Any] = {"transport": "proxy", "provider": "copy", "placement": "device", "node_size": 1, "dedup": "rank"}
     if arguments.node_size > 1:
-        where |= {"transport": "auto", "node_size": arguments.node_size, "dedup": "node"}
+        where |= {"transport": "auto", "node_size": arguments.node_size, "dedup": "node", "combine_wire": arguments.combine_wire}
     if arguments.mapped:
         where = {"transport": "mapped"}
     stream, times = torch.cuda.Stream(device), dict[str, list[float]]()
@@ -88,6 +88,7 @@ def main() -> None:
     parser.add_argument("--mapped", action="store_true")
     parser.add_argument("--ranks", type=int, help="several share a GPU; default: one for each")
     parser.add_argument("--node-size", type=int, default=1)
+    parser.add_argument("--combine-wire", default="native")
     arguments = parser.parse_args()
     ranks = arguments.ranks or torch.cuda.device_count()
     copies.copying()

@@ -96,6 +96,18 @@ __device__ inline std::uint32_t four_e4m3(const float* f, float multiplier) {
   return low | high << 16;
 }
 
+// A vector of numbers from e4m3 codes, of which word(i) has four.
+template <typename T, typename Word>
+__device__ inline uint4 numbers_of(const Word& word, float scale) {
+  float f[T::kPerVector];
+#pragma unroll
+  for (std::uint32_t i = 0; i < T::kPerVector; ++i) {
+    const std::uint32_t code = word(i / 4) >> i % 4 * 8, bits = (code & 0x80u) << 24 | (code & 0x7fu) << 20;
+    f[i] = __fmul_rn(__fmul_rn(float_of(bits), float_of(0x7b800000u)), scale);  // 2^120. Where a code is NaN the scale is
+  }
+  return T::pack(f);
+}
+
 // Returns what of(T) returns for the type of a dtype's numbers.
 template <typename Of>
 auto choose_type(Dtype dtype, const Of& of) {

@@ -80,17 +80,7 @@ template <typename T>
 __device__ inline uint4 load_codes(const Relays& r, const char* row, std::uint32_t begin) {
   const std::uint32_t element = begin * T::kPerVector / 16;
   const float scale = __ldcg(reinterpret_cast<const float*>(row + r.answer.scales_at) + element / scale_block(Wire::FP8));
-  float f[T::kPerVector];
-#pragma unroll
-  for (std::uint32_t i = 0; i < T::kPerVector; i += 4) {
-    const std::uint32_t codes = __ldcg(reinterpret_cast<const std::uint32_t*>(row + element + i));
-#pragma unroll
-    for (std::uint32_t j = 0; j < 4; ++j) {
-      const std::uint32_t code = codes >> 8 * j, bits = (code & 0x80u) << 24 | (code & 0x7fu) << 20;
-      f[i + j] = __fmul_rn(__fmul_rn(float_of(bits), float_of(0x7b800000u)), scale);  // 2^120. Where a code is NaN the scale is
-    }
-  }
-  return T::pack(f);
+  return numbers_of<T>([&](std::uint32_t i) { return __ldcg(reinterpret_cast<const std::uint32_t*>(row + element) + i); }, scale);
 }
 
 // The rows first, first + 1 ... of a token's n. Each of the first n lanes has a row and its rank. False: they will not come.

@@ -31,6 +31,11 @@ inline constexpr std::uint8_t kMakeBlank = 2;  // a later step of few tokens has
 inline constexpr std::uint8_t kRowsShow = 4;  // the row that is sent shows by itself that it has come
 inline constexpr std::uint8_t kNoMore = 8;
 inline constexpr std::uint8_t kEndsNode = 16;  // the last row of a node
+inline constexpr std::uint8_t kCodes = 32;  // the row came as codes, with scales behind those of a whole part
+
+// Bytes of the codes, and of the scales, of so many numbers: copies are of whole vectors.
+constexpr std::uint32_t bytes_of_codes(std::uint32_t numbers) { return ceil_div(numbers, 16) * 16; }
+constexpr std::uint32_t bytes_of_scales(std::uint32_t numbers) { return ceil_div(numbers, 4 * scale_block(Wire::FP8)) * 16; }
 
 inline constexpr std::uint32_t kMostDealtRows = 16;
 inline constexpr std::uint32_t kDealtPart = kAdders * kVectorsOfAdder * 512;
@@ -96,16 +101,20 @@ class RowDealer {
 
   // The lane `by` puts what it has into the next place of the ring.
   __device__ void add(std::uint32_t by, const DealtRow& dealt, const char* from, std::uint32_t bytes) {
+    add(by, dealt, [&](char* place, std::uint64_t* loaded) {
+      if (bytes == 0) return mbarrier_arrive(loaded);
+      mbarrier_expect(loaded, bytes);
+      bulk_load(place, from, bytes, loaded);
+    });
+  }
+  // load(place, loaded): asks for it.
+  template <typename Load>
+  __device__ void add(std::uint32_t by, const DealtRow& dealt, const Load& load) {
     fuzz_delay(k_, std::uint64_t{step_} << 32 | dealt.token);
     if (lane() == by) {
       if (place_.turn != 0) await_turn(ring_.used + place_.at, place_.turn - 1);
       ring_.rows[place_.at] = dealt;
-      if (bytes != 0) {
-        mbarrier_expect(ring_.loaded + place_.at, bytes);
-        bulk_load(memory_ + place_.at * part_, from, bytes, ring_.loaded + place_.at);
-      } else {
-        mbarrier_arrive(ring_.loaded + place_.at);
-      }
+      load(memory_ + place_.at * part_, ring_.loaded + place_.at);
     }
     __syncwarp();
     last_ = place_;
@@ -168,15 +177,27 @@ class RowAdder {
     return weight;
   }
 
-  // Adds the next row a vector at a time: the caller has no registers for all of it.
+  // This lane's vector j of a part that came as codes.
+  template <typename T>
+  __device__ uint4 decoded(const char* from, int j) const {
+    constexpr std::uint32_t kNumbers = T::kPerVector, kApart = Adders::kWarps * 32 * kNumbers, kTogether = scale_block(Wire::FP8);
+    const std::uint32_t first = (number_ * 32 + lane()) * kNumbers;
+    const auto* const codes = reinterpret_cast<const std::uint32_t*>(from + first) + j * (kApart / 4);
+    const auto* const scales = reinterpret_cast<const float*>(from + bytes_of_codes(part_ * kNumbers / 16)) + first / kTogether;
+    return numbers_of<T>([&](std::uint32_t i) { return codes[i]; }, scales[j * (kApart / kTogether)]);
+  }
+
+  // Adds the next row, which may have come as codes, a vector at a time: the caller has no registers for all of it.
   template <typename T>
   __device__ void add_next(std::uint32_t bytes, Sums<T, kVectors>& sums) {
     const DealtRow& dealt = look();
     const SpanTimer adds(k_, Span::AddingUp);
+    const char* const from = memory_ + place_.at * part_;
+    const bool coded = (dealt.what & kCodes) != 0;
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       if (at(j) >= bytes) continue;
-      sums.add_vector(j, *reinterpret_cast<const uint4*>(memory_ + place_.at * part_ + at(j)));
+      sums.add_vector(j, coded ? decoded<T>(from, j) : *reinterpret_cast<const uint4*>(from + at(j)));
       if ((dealt.what & kMakeBlank) != 0) make_blank(dealt.row + at(j));
     }
     leave();

@@ -98,7 +98,7 @@ class SumDealer : RowDealer {
     const bool comes = entry != kNone && !is_own(entry);
     const std::uint32_t peers = __ballot_sync(~0u, comes), own = __ballot_sync(~0u, is_own(entry));
     const std::uint32_t number = entry & 0xfffffu;
-    char* row = comes ? own_slot<!kExtras>(k_, set_of(k_.c, step_), Op::Combine, rank) + k_.combine.row_at(number) : nullptr;
+    char* row = comes ? own_slot<!kExtras>(k_, set_of(k_.c, step_), Op::Combine, rank) + block_of(rank).row_at(number) : nullptr;
     if (in_rounds()) {
       if (!await_round_rows(row, rank, first / a_.pieces.tokens)) return false;
     } else {
@@ -123,7 +123,7 @@ class SumDealer : RowDealer {
         take_tail<false>(a_, step_, token(first + i), __popc(peers & lanes), of_lane(row, from), __shfl_sync(~0u, rank, from));
       }
       deal_token(token(first + i), placed & lanes, own & lanes, peers & lanes, own_row, looked.weight, row,
-                 (blank ? kMakeBlank : 0) | (ends >> lane() & 1 ? kEndsNode : 0));
+                 (blank ? kMakeBlank : 0) | (ends >> lane() & 1 ? kEndsNode : 0) | (has_codes(rank) ? kCodes : 0));
     }
     if (!in_rounds()) return true;
     finish();
@@ -175,9 +175,28 @@ class SumDealer : RowDealer {
       for (std::uint32_t bits = placed; bits != 0; bits &= bits - 1) add(__ffs(static_cast<int>(bits)) - 1, dealt, dealt.row, bytes);
       if (is_peer) dealt.row = row + dealt.at;
       dealt.what = of_peer;
-      for (std::uint32_t bits = peers; bits != 0; bits &= bits - 1) add(__ffs(static_cast<int>(bits)) - 1, dealt, dealt.row, bytes);
+      for (std::uint32_t bits = peers; bits != 0; bits &= bits - 1) add_peer(__ffs(static_cast<int>(bits)) - 1, dealt, row, bytes);
       dealt.what = own != 0 ? kHasOwn : 0;
     }
+  }
+
+  __device__ bool has_codes(std::uint32_t rank) const { return kExtras && k_.c.combine_fp8 && is_remote(k_, rank); }
+  __device__ const BlockLayout& block_of(std::uint32_t rank) const { return has_codes(rank) ? a_.relays.answer : k_.combine; }
+
+  // Deals a part of a peer's row, which the lane `by` has: of codes with their scales.
+  __device__ void add_peer(std::uint32_t by, const DealtRow& dealt, const char* row, std::uint32_t bytes) {
+    if (!kExtras || !k_.c.combine_fp8) return add(by, dealt, dealt.row, bytes);
+    add(by, dealt, [&](char* place, std::uint64_t* loaded) {
+      if ((dealt.what & kCodes) == 0) {
+        mbarrier_expect(loaded, bytes);
+        return bulk_load(place, dealt.row, bytes, loaded);
+      }
+      const std::uint32_t each = dtype_bytes(k_.c.dtype), first = dealt.at / each;
+      const std::uint32_t codes = bytes_of_codes(bytes / each), scales = bytes_of_scales(bytes / each);
+      mbarrier_expect(loaded, codes + scales);
+      bulk_load(place, row + first, codes, loaded);
+      bulk_load(place + bytes_of_codes(part_ / each), row + a_.relays.answer.scales_at + 4 * (first / scale_block(Wire::FP8)), scales, loaded);
+    });
   }
 
   const std::uint32_t end_;  // this thread block's number of tokens; in rounds, all of them
@@ -210,7 +229,7 @@ class SumAdder : RowAdder<Adders> {
     char* const y = a_.y + std::uint64_t{first.token} * a_.y_stride + first.at;
     const bool as_it_is = first.own <= 1 && first.own == (first.what & kHasOwn) && first.weight == 1.0f;
     if (first.own + first.peers == 0) leave();
-    if (rows == 2 && as_it_is && !a_.accumulate)
+    if (rows == 2 && as_it_is && !a_.accumulate && !(kExtras && k_.c.combine_fp8))
       add_two(bytes, y);
     else if (kExtras && a_.by_node)
       add_nodes(first.peers, bytes, y);

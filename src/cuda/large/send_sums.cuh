@@ -15,7 +15,7 @@ inline constexpr std::uint16_t kOfAnswer = 0xffff;  // in place of a round: a ru
 // A part of a sum, on its way out.
 struct PartOut {
   char* to = nullptr;  // null: there are no more
-  std::uint32_t at = 0;  // where in the row
+  std::uint32_t at = 0, bytes = 0;  // where in the row, and how many
   RunEnd run;  // the run that ends with this part
 };
 
@@ -173,7 +173,7 @@ class SendDealer : RowDealer {
         dealt.own = static_cast<std::uint8_t>(__popc(lanes));
         for (dealt.at = 0; dealt.at < k_.row_bytes; dealt.at += part_) {
           dealt.row = from + dealt.at;
-          dealt.to = to + dealt.at;
+          dealt.to = to + (k_.c.combine_fp8 ? dealt.at / dtype_bytes(k_.c.dtype) : dealt.at);
           if (begin + i + 1 == rows && dealt.at + part_ >= k_.row_bytes)
             dealt.run = {kOfAnswer, static_cast<std::uint8_t>(source), static_cast<std::uint8_t>(rows)};
           for (std::uint32_t bits = lanes; bits != 0; bits &= bits - 1)
@@ -207,7 +207,7 @@ class SendDealer : RowDealer {
 template <typename T, typename Adders, bool kExtras>
 class SendAdder : RowAdder<Adders> {
   using Base = RowAdder<Adders>;
-  using Base::k_, Base::step_, Base::number_, Base::part_, Base::kVectors;
+  using Base::a_, Base::k_, Base::step_, Base::number_, Base::part_, Base::kVectors;
   using Base::at, Base::lane, Base::leave, Base::look;
 
  public:
@@ -239,6 +239,12 @@ class SendAdder : RowAdder<Adders> {
     const bool shows = (first.what & kRowsShow) != 0;
     if (!shows) await_place();
     char* const to = shows ? first.to : out_ + place_out() * part_;
+    if (kExtras && of_mates && k_.c.combine_fp8) {
+      const std::uint32_t element = first.at * T::kPerVector / 16;
+      auto* const scales = reinterpret_cast<float*>(first.to - element + a_.relays.answer.scales_at) + element / scale_block(Wire::FP8);
+      store_codes(sums, [&](int j) { return at(j); }, bytes, to, scales);
+      return fill({first.to, first.at, bytes_of_codes(bytes * T::kPerVector / 16), first.run});
+    }
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
       if (at(j) >= bytes) continue;
@@ -248,7 +254,7 @@ class SendAdder : RowAdder<Adders> {
       else
         store16(to + at(j), v);
     }
-    if (!shows) fill({first.to, first.at, first.run});
+    if (!shows) fill({first.to, first.at, bytes, first.run});
     mark_stage(k_, step_, Stage::Sent);
   }
 
@@ -292,7 +298,7 @@ class SendTeller {
       const SpanTimer stores(k_, Span::StoringSums);
       fuzz_delay(k_, std::uint64_t{step_} << 32 | part.at);
       if (threadIdx.x % 32 == 0) {
-        bulk_store(part.to, out_ + begun_ % kPartsOut * part_, min(part_, k_.row_bytes - part.at));
+        bulk_store(part.to, out_ + begun_ % kPartsOut * part_, part.bytes);
         bulk_end_group();
       }
       if (on_their_way == 1)
@@ -340,8 +346,9 @@ class SendTeller {
 
   // The row of a remote peer's whole block that a part is of.
   __device__ std::uint32_t last_row(const PartOut& part) const {
-    const char* const rows = block_for(k_, set_of(k_.c, step_), Op::Combine, part.run.source) + k_.combine.row_at(0);
-    return static_cast<std::uint32_t>(static_cast<std::uint64_t>(part.to - rows) / k_.combine.row_bytes);
+    const BlockLayout& block = relays_.answer;
+    const char* const rows = block_for(k_, set_of(k_.c, step_), Op::Combine, part.run.source) + block.row_at(0);
+    return static_cast<std::uint32_t>(static_cast<std::uint64_t>(part.to - rows) / block.row_bytes);
   }
 
   const Common& k_;

@@ -70,12 +70,14 @@ __device__ inline bool answer_tail(const CombineArguments& a, std::uint32_t step
   return true;
 }
 
-// Stores a lane's numbers of an answer as codes (combine_wire="fp8"): load_codes() reads them. begin: the lane's first vector's.
-template <typename T, int kVectors>
-__device__ inline void store_codes(const Relays& r, char* to, const Sums<T, kVectors>& sums, std::uint32_t begin, std::uint32_t end) {
+// Stores a lane's numbers of an answer as codes (combine_wire="fp8"): load_codes() reads them. at(j): where vector j begins, in numbers'
+// bytes, up to `end`.
+template <typename T, int kVectors, typename At>
+__device__ inline void store_codes(const Sums<T, kVectors>& sums, const At& at, std::uint32_t end, char* codes, float* scales) {
   constexpr std::uint32_t kNumbers = T::kPerVector, kTogether = scale_block(Wire::FP8), kLanes = kTogether / kNumbers;
 #pragma unroll
-  for (int j = 0; j < kVectors; ++j, begin += 512) {
+  for (int j = 0; j < kVectors; ++j) {
+    const std::uint32_t begin = at(j);
     float f[kNumbers] = {};
     if (begin < end) T::unpack(T::pack(sums.sum[j]), f);
     std::uint32_t largest = 0;
@@ -88,8 +90,8 @@ __device__ inline void store_codes(const Relays& r, char* to, const Sums<T, kVec
     const std::uint32_t element = begin * kNumbers / 16;
 #pragma unroll
     for (std::uint32_t i = 0; i < kNumbers; i += 4)
-      *reinterpret_cast<std::uint32_t*>(to + element + i) = largest < 0x7f800000u ? four_e4m3(f + i, s.multiplier) : 0x7f7f7f7fu;
-    if (element % kTogether == 0) reinterpret_cast<float*>(to + r.answer.scales_at)[element / kTogether] = s.scale;
+      *reinterpret_cast<std::uint32_t*>(codes + element + i) = largest < 0x7f800000u ? four_e4m3(f + i, s.multiplier) : 0x7f7f7f7fu;
+    if (element % kTogether == 0) scales[element / kTogether] = s.scale;
   }
 }
 
@@ -122,7 +124,7 @@ __device__ inline bool answer_strip(const CombineArguments& a, std::uint32_t ste
     arriving.make_places_blank();
   }
   if (k.c.combine_fp8)
-    store_codes<T>(r, to, sums, begin, end);
+    store_codes(sums, [&](int j) { return begin + j * 512; }, end, to, reinterpret_cast<float*>(to + r.answer.scales_at));
   else
     sums.store(to, begin, end);
   if (a.has_tail && strip == strips - 1 && !answer_tail(a, step, source, row, n, from, rank, to)) return false;
