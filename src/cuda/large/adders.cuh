@@ -33,7 +33,7 @@ inline constexpr std::uint8_t kNoMore = 8;
 inline constexpr std::uint8_t kEndsNode = 16;  // the last row of a node
 inline constexpr std::uint8_t kCodes = 32;  // the row came as codes, with scales behind those of a whole part
 
-// Bytes of the codes, and of the scales, of so many numbers: copies are of whole vectors.
+// Bytes of the codes and of the scales of these numbers: copies are of whole vectors.
 constexpr std::uint32_t bytes_of_codes(std::uint32_t numbers) { return ceil_div(numbers, 16) * 16; }
 constexpr std::uint32_t bytes_of_scales(std::uint32_t numbers) { return ceil_div(numbers, 4 * scale_block(Wire::FP8)) * 16; }
 

@@ -161,7 +161,7 @@ template <typename How>
 inline constexpr std::size_t kBytesOf = How::kBytes + kBytesOfObject<typename How::Shared>;
 
 bool can_combine_large(const Config& c, std::uint32_t shared_bytes) {
-  const bool has_room = !c.combine_fp8 || c.hidden * dtype_bytes(c.dtype) >= 32;  // for codes and scales where numbers would be
+  const bool has_room = !c.combine_fp8 || c.hidden * dtype_bytes(c.dtype) >= 32;  // codes and scales lie where numbers would
   return has_room && (in_pieces(c) || c.replicas == 1) &&
          std::max({kBytesOf<SumsWithExtras>, kBytesOf<Copies>, kBytesOf<SumsOfRows>}) <= shared_bytes;
 }
