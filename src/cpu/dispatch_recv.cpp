@@ -99,7 +99,7 @@ class DispatchRecv final : public StagedRun {
       b_.check_replica(header, *open_.input.plan, step_, peer);
     std::uint32_t* counts = base_.data() + std::size_t{peer} * experts_;
     if (experts_ > 0) std::memcpy(counts, block + sizeof header + 4ull * first_of_block(peer), 4ull * experts_);
-    rows_[peer] = b_.relayed(peer) ? read_masks(peer, block, header.rows) : header.rows;
+    rows_[peer] = b_.relayed(peer) ? read_masks(peer, block, header) : header.rows;
     const std::uint64_t most = std::uint64_t{rows_[peer]} * c_.top_k;
     std::uint64_t sum = 0;
     for (std::uint32_t e = 0; e < experts_; ++e) sum += counts[e];
@@ -113,20 +113,23 @@ class DispatchRecv final : public StagedRun {
     return b_.relayed(peer) ? b_.rails().number[c_.rank] * experts_per_rank(c_) : 0;
   }
 
-  // Reads them once, into memory of this rank: the source may still write there. Returns the number of this rank's rows.
-  std::uint32_t read_masks(std::uint32_t peer, const char* block, std::uint32_t rows) {
-    std::uint32_t living = 0;
+  // Reads them once, into memory of this rank: the source may still write there. Keeps those of rows, returns the number of this rank's.
+  std::uint32_t read_masks(std::uint32_t peer, const char* block, const BlockHeader& header) {
+    std::uint32_t living = 0, mine = 0;
     for (std::uint32_t mate : b_.rails().mates) living |= 1u << b_.rails().number[mate];
     std::vector<std::uint32_t>& masks = masks_[peer];
-    masks.resize(rows);
-    if (rows > 0) std::memcpy(masks.data(), block + masks_at(c_), 4ull * rows);
-    std::uint32_t mine = 0;
-    for (std::uint32_t row = 0; row < rows; ++row) {
-      if (masks[row] == 0 || (masks[row] & ~living) != 0)
+    masks.resize(std::min(header.masks, max_rows_of_block(c_)));
+    if (!masks.empty()) std::memcpy(masks.data(), block + masks_at(c_), 4 * masks.size());
+    for (std::size_t token = 0; token < masks.size(); ++token) {
+      if ((masks[token] & ~living) != 0)
         b_.protocol_error(Phase::DispatchRecv, step_, peer,
-                          "a mask of " + std::to_string(masks[row]) + " for row " + std::to_string(row));
-      mine += is_mine(masks[row]);
+                          "a mask of " + std::to_string(masks[token]) + " for token " + std::to_string(token));
+      mine += is_mine(masks[token]);
     }
+    masks.erase(std::remove(masks.begin(), masks.end(), 0u), masks.end());
+    if (masks.size() != header.rows)
+      b_.protocol_error(Phase::DispatchRecv, step_, peer,
+                        "masks of " + std::to_string(masks.size()) + " rows for " + std::to_string(header.rows));
     return mine;
   }
   bool is_mine(std::uint32_t mask) const { return (mask >> b_.rails().number[c_.rank] & 1) != 0; }

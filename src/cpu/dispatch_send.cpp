@@ -27,6 +27,7 @@ class DispatchWriter {
     header.ids_digest = plan_.ids_digest;
     header.piece = piece;
     header.pieces = shape_of(b_.heap(), header.rows).pieces;
+    if (b_.relayed(peer)) header.masks = plan_.slice.tokens(plan_.tokens);
     std::memcpy(block, &header, sizeof header);
     if (piece != 0) return;
     const auto write_counts = [&](std::uint32_t rank) {
@@ -36,9 +37,9 @@ class DispatchWriter {
     if (!b_.relayed(peer)) return write_counts(peer);
     for (std::uint32_t rank : b_.peers())
       if (b_.rails().rep[rank] == peer) write_counts(rank);
-    for (std::uint32_t row = 0; row < header.rows; ++row) {
-      const std::uint32_t mask = mask_of(peer, plan_.row_token[plan_.rows_begin[peer] + row]);
-      std::memcpy(block + masks_at(c_) + 4ull * row, &mask, sizeof mask);
+    for (std::uint32_t i = 0; i < header.masks; ++i) {
+      const std::uint32_t mask = mask_of(peer, plan_.slice.token(i));
+      std::memcpy(block + masks_at(c_) + 4ull * i, &mask, sizeof mask);
     }
   }
 

@@ -2,7 +2,8 @@
 //
 //   header (with the counts, in a dispatch) | row 0 | row 1 | ... | row n-1
 //
-// A dispatch block for a node has the counts of all its ranks' experts, then a mask for each row: which of its ranks want it.
+// A dispatch block for a node has the counts of all its ranks' experts, then a mask for each token of the source: which of its ranks
+// want it. A token that some want has a row, in the order of tokens.
 // Dispatch row: payload | scales | route | arrival word.   Combine row: payload | tail | arrival word.
 // A tail is one float per choice of the token, in k order; only those of choices that live on the sender mean anything.
 // Weights row: one float per choice: on CPUs of the token, in k order, on GPUs of that dispatch row. Every part starts at a multiple
@@ -47,7 +48,8 @@ struct BlockHeader {
   std::uint32_t begin = 0;         // on GPUs in pieces: of the block's rows, the piece's first one
   std::uint32_t end = 0;           // and the one behind its last
   std::uint32_t overflowed = 0;    // combine, a node's answer: a bit for each of its ranks whose output buffer was too small
-  std::uint32_t reserved[3] = {};
+  std::uint32_t masks = 0;         // dispatch, for a node: how many there are
+  std::uint32_t reserved[2] = {};
 };
 static_assert(sizeof(BlockHeader) == 64, "the header travels as it is");
 

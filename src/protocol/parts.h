@@ -6,7 +6,7 @@
 // within a pair; a pair's are 2^growth_log times the last pair's.
 //
 // Parts may arrive in any order; those that stand complete from the first on are counted in pieces[set][op][peer] (pieces.h), by
-// the proxy. The arrival word rises with part 0. With relays part 0 has the masks of all rows, too.
+// the proxy. The arrival word rises with part 0. With relays part 0 has all masks, too.
 #pragma once
 
 #include "pieces.h"

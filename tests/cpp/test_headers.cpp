@@ -353,7 +353,8 @@ struct Relayed {
   std::uint32_t& word(Op op, std::uint64_t at_byte) {
     return *reinterpret_cast<std::uint32_t*>(at(2).blocks().own_slot(set_of(at(2).config(), step), op, 0) + at_byte);
   }
-  std::uint32_t& mask(std::uint32_t row) { return word(Op::Dispatch, masks_at(at(2).config()) + 4 * row); }
+  std::uint32_t& mask(std::uint32_t token) { return word(Op::Dispatch, masks_at(at(2).config()) + 4 * token); }
+  std::uint32_t& masks() { return word(Op::Dispatch, offsetof(BlockHeader, masks)); }
   std::uint32_t& count(std::uint32_t expert_of_node) { return word(Op::Dispatch, sizeof(BlockHeader) + 4 * expert_of_node); }
   std::uint32_t& route(std::uint32_t row, std::uint32_t n) {
     const BlockLayout block = dispatch_block(at(2).config());
@@ -382,7 +383,8 @@ void relayed_dispatches() {
   };
   const auto entry = [](Relayed& r, std::uint32_t row, std::uint32_t nth) -> std::uint32_t& { return r.route(row, 2 + 2 * nth); };
   const std::vector<Damaged> all{
-      {"a mask of 0", {2, 3}, [](Relayed& r) { r.mask(2) = 0; }},
+      {"masks of 2 rows for 3", {2, 3}, [](Relayed& r) { r.mask(2) = 0; }},
+      {"masks of 4 rows for 3", {2, 3}, [](Relayed& r) { r.masks() = 4, r.mask(3) = 1; }},
       {"a mask of 5", {2, 3}, [](Relayed& r) { r.mask(1) |= 4; }},
       {"a mask of 2147483649", {2, 3}, [](Relayed& r) { r.mask(1) |= 1u << 31; }},
       {"counts that add up to 2 for 3 rows", {2}, [](Relayed& r) { r.mask(2) = Relayed::kBoth, r.count(1) = 0, r.count(0) = 2; }},
@@ -395,7 +397,8 @@ void relayed_dispatches() {
       {"a route of choices 0", {2}, [](Relayed& r) { r.route(1, 1) = 0; }},
       {"a route of choices 17", {3}, [](Relayed& r) { r.route(2, 1) = 17; }},
       {"rows", {2, 3}, [](Relayed& r) { r.word(Op::Dispatch, offsetof(BlockHeader, rows)) = 5; }},
-      {"a mask of", {2, 3}, [](Relayed& r) { r.mask(3) = 8, ++r.word(Op::Dispatch, offsetof(BlockHeader, rows)); }},
+      {"a mask of 8 for token 2", {2, 3}, [](Relayed& r) { r.mask(2) = 8, ++r.word(Op::Dispatch, offsetof(BlockHeader, rows)); }},
+      {"masks of 2 rows for 3", {2, 3}, [](Relayed& r) { r.masks() = 2; }},
   };
   for (const Damaged& damaged : all)
     for (std::uint32_t rank : {2u, 3u}) {

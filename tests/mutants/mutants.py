@@ -451,8 +451,8 @@ MUTANTS = [
     Mutant(
         "any mask is taken",
         DISPATCH_RECV,
-        "      if (masks[row] == 0 || (masks[row] & ~living) != 0)\n",
-        "      if (masks[row] == 0)\n",
+        "      if ((masks[token] & ~living) != 0)\n",
+        "      if (token > masks.size())\n",
         "a row for a rank that there is none of: no rank returns it",
         catch="test_headers",
     ),

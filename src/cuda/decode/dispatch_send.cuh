@@ -53,7 +53,6 @@ struct SendShared {
   std::uint32_t share;  // that is sent next, or kNone
   bool taken;  // the set's memory is this step's
   bool may_send;  // the blocks of remote peers may be written
-  std::uint32_t rows_of_warp[kSenderWarps];  // while masks are written
   unsigned long long digest;  // sum over all tokens' ids
 };
 
@@ -235,11 +234,8 @@ __device__ inline void write_route(const DispatchArguments& a, std::uint32_t ste
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
   if constexpr (!kMappedOnly)
-    if (is_relayed(k, rank)) {
-      const std::uint32_t number = __shfl_sync(~0u, rank < 32 ? t.row[0] : t.row[t.kRanksOfLane - 1], static_cast<int>(rank % 32));
-      return DispatchExtras<kMappedOnly>::write_node_route(a, step, own, rank, t.rank == rank, static_cast<std::uint32_t>(t.id), t.index,
-                                                           t.weight, number, row);
-    }
+    if (is_relayed(k, rank))
+      return DispatchExtras<kMappedOnly>::write_node_route(a, own, t.rank == rank, static_cast<std::uint32_t>(t.id), t.index, t.weight, row);
   if (lane >= k.c.top_k) return;
   const std::uint32_t expert = static_cast<std::uint32_t>(t.id) - first_expert_of(k, rank);
   store_tagged(k, row + k.dispatch.route_at + 16 * lane, step, t.rank == rank ? route_place(expert, t.index) : kNowhere,

@@ -14,43 +14,28 @@ inline std::uint32_t bytes_of_rounds(const Config& c) { return in_pieces(c) ? kD
 template <>
 struct DispatchExtras<false> {
   __device__ static bool may_write_blocks(const Common& k, std::uint32_t step) { return may_write_all(k, step, Op::Dispatch); }
-  // True if a node block's first part, which has all masks, may leave before the last rows are stored.
-  __device__ static bool masks_come_first(const DispatchArguments& a) {
-    return has_relays(a.common) && a.own > parts_of(a.common, Op::Dispatch).begin(1);
-  }
-  // Writes the masks of all rows of a node block, by the senders of a thread block, a token each at a time.
-  __device__ static __noinline__ void write_masks(const DispatchArguments& a, std::uint32_t peer, std::uint32_t* masks, SendShared& s) {
+  // Writes the masks of a node block, by the senders of a thread block.
+  __device__ static __noinline__ void write_masks(const DispatchArguments& a, std::uint32_t peer, std::uint32_t* masks) {
     const Common& k = a.common;
-    const std::uint32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-    std::uint32_t before = 0;  // rows of earlier tokens
-    for (std::uint32_t begin = 0; begin < a.own; begin += kSenders) {
-      const std::uint32_t first = (begin + threadIdx.x) * k.c.top_k, n = begin + threadIdx.x < a.own ? k.c.top_k : 0;
+    for (std::uint32_t own = threadIdx.x; own < a.own; own += kSenders) {
       std::uint32_t mask = 0;
-      for (std::uint32_t i = first; i < first + n; ++i) {
+#pragma unroll 4
+      for (std::uint32_t i = own * k.c.top_k; i < (own + 1) * k.c.top_k; ++i) {
         const std::int32_t id = a.ids == nullptr ? a.plan.ids[i] : valid_id<false>(a, load_raw_id(a, choice_at<false>(k, i)));
         const std::uint32_t rank = id < 0 ? 0 : k.per_rank.divide(static_cast<std::uint32_t>(id));
         if (id >= 0 && a.relays.rep[rank] == peer) mask |= 1u << a.relays.number[rank];
       }
-      const std::uint32_t some = __ballot_sync(~0u, mask != 0);
-      if (lane == 0) s.rows_of_warp[warp] = __popc(some);
-      sync_senders();
-      std::uint32_t row = before + count_ranks_below(some, lane);
-      for (std::uint32_t i = 0; i < kSenderWarps; ++i) {
-        if (i < warp) row += s.rows_of_warp[i];
-        before += s.rows_of_warp[i];
-      }
-      if (mask != 0) masks[row] = mask;
-      sync_senders();
+      masks[own] = mask;
     }
   }
   // Writes a remote peer's header, with its counts. A warp that stores a row of its block counts that row.
-  __device__ static void write_header(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, SendShared& s,
+  __device__ static void write_header(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, const SendShared& s,
                                       const std::uint32_t* experts) {
     const Common& k = a.common;
     const bool planned = a.ids == nullptr;
     const std::uint32_t rows = planned ? a.plan.rows[peer] : s.plan.rows_before[peer];
     char* block = block_for(k, set_of(k.c, step), Op::Dispatch, peer);
-    cuda::write_header(k, block, step, rows, 0, threadIdx.x);
+    cuda::write_header(k, block, step, rows, 0, threadIdx.x, 0, has_relays(k) ? a.own : 0);
     auto* counts = reinterpret_cast<std::uint32_t*>(block + sizeof(BlockHeader));
     for (std::uint32_t e = threadIdx.x; e < k.c.num_experts; e += kSenders) {
       const std::uint32_t rank = k.per_rank.divide(e);
@@ -60,20 +45,15 @@ struct DispatchExtras<false> {
       if (!planned) a.plan.counts[e] = n;
     }
     if (threadIdx.x == 0 && !planned) a.plan.rows[peer] = rows;
-    if (masks_come_first(a)) write_masks(a, peer, reinterpret_cast<std::uint32_t*>(block + masks_at(k.c)), s);
+    if (has_relays(k)) write_masks(a, peer, reinterpret_cast<std::uint32_t*>(block + masks_at(k.c)));
     sync_senders();
     if (threadIdx.x == 0) count_header(k, step, Op::Dispatch, peer, rows, 1);
   }
-  // Writes a row's route, and its mask where none came first: a warp. Each choice names its rank. goes: if the lane's choice goes there, as
-  // expert `id`.
-  __device__ static __noinline__ void write_node_route(const DispatchArguments& a, std::uint32_t step, std::uint32_t own,
-                                                       std::uint32_t peer, bool goes, std::uint32_t id, std::uint32_t index,
-                                                       float weight, std::uint32_t row, char* to) {
+  // Writes a row's route: a warp. Each choice names its rank. goes: if the lane's choice goes there, as expert `id`.
+  __device__ static __noinline__ void write_node_route(const DispatchArguments& a, std::uint32_t own, bool goes, std::uint32_t id,
+                                                       std::uint32_t index, float weight, char* to) {
     const Common& k = a.common;
     const std::uint32_t lane = threadIdx.x % 32, rank = goes ? k.per_rank.divide(id) : 0;
-    const std::uint32_t mask = __reduce_or_sync(~0u, goes ? 1u << a.relays.number[rank] : 0);
-    char* const masks = block_for(k, set_of(k.c, step), Op::Dispatch, peer) + masks_at(k.c);
-    if (lane == 0 && !masks_come_first(a)) reinterpret_cast<std::uint32_t*>(masks)[row] = mask;
     if (lane >= k.c.top_k) return;
     const std::uint32_t place = goes ? route_place(id - first_expert_of(k, rank), index) : kNowhere;
     store_vec16(to + k.dispatch.route_at + 16 * lane, make_uint4(place, __float_as_uint(weight), k.slice.token(own), rank));

@@ -39,11 +39,11 @@ __device__ inline bool check_header(const Common& k, const BlockHeader& h, Phase
   return blame(k, phase, step, peer, arrival_word(k.generation, step), arrival_word(h.generation, h.step));
 }
 
-// Writes a header: the threads of a group together, before the peer is told. overflowed: of a node's answer.
+// Writes a header: the threads of a group together, before the peer is told. overflowed: of a node's answer; masks: of a block for a node.
 __device__ inline void write_header(const Common& k, char* block, std::uint32_t step, std::uint32_t rows, std::uint32_t flags,
-                                    std::uint32_t thread, std::uint32_t overflowed = 0) {
+                                    std::uint32_t thread, std::uint32_t overflowed = 0, std::uint32_t masks = 0) {
   if (thread >= sizeof(BlockHeader) / kVec16Bytes) return;
-  const uint4 behind = make_uint4(thread == 1 ? k.c.rank : thread == 3 ? overflowed : 0, 0, 0, 0);
+  const uint4 behind = make_uint4(thread == 1 ? k.c.rank : thread == 3 ? overflowed : 0, thread == 3 ? masks : 0, 0, 0);
   store16(block + kVec16Bytes * thread, thread == 0 ? make_uint4(step, k.generation, rows, flags) : behind);
 }
 

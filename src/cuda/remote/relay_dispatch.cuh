@@ -30,32 +30,37 @@ __device__ inline bool number_rows(const DispatchArguments& a, std::uint32_t ste
   const Common& k = a.common;
   const Relays& r = a.relays;
   const std::uint32_t set = set_of(k.c, step), lane = threadIdx.x % 32;
-  const auto* const masks = reinterpret_cast<const std::uint32_t*>(own_slot(k, set, Op::Dispatch, source) + masks_at(k.c));
+  const char* const block = own_slot(k, set, Op::Dispatch, source);
+  const auto* const masks = reinterpret_cast<const std::uint32_t*>(block + masks_at(k.c));
   const NumbersOfNode numbers(k, r, set, source);
-  for (std::uint32_t begin = 0; begin < rows; begin += 32 * kAtOnce) {
+  const std::uint32_t all = min(__ldcg(reinterpret_cast<const std::uint32_t*>(block + offsetof(BlockHeader, masks))), k.most_rows);
+  std::uint32_t found = 0;  // rows
+  for (std::uint32_t begin = 0; begin < all; begin += 32 * kAtOnce) {
     std::uint32_t mask[kAtOnce];
 #pragma unroll
     for (std::uint32_t j = 0; j < kAtOnce; ++j) {
-      const std::uint32_t row = begin + 32 * j + lane;
-      mask[j] = row < rows ? __ldcg(masks + row) : r.mates;
+      const std::uint32_t token = begin + 32 * j + lane;
+      mask[j] = token < all ? __ldcg(masks + token) : 0;
     }
 #pragma unroll
     for (std::uint32_t j = 0; j < kAtOnce; ++j) {
-      const std::uint32_t row = begin + 32 * j + lane;
-      const bool good = (mask[j] & r.mates) != 0 && (mask[j] & ~r.mates) == 0;
+      const bool good = (mask[j] & ~r.mates) == 0;
       if (!good) blame(k, Phase::DispatchRecv, step, source, r.mates, mask[j]);
       if (!all_of_warp(good)) return false;
+      const std::uint32_t some = __ballot_sync(~0u, mask[j] != 0), row = found + count_ranks_below(some, lane);
+      found += __popc(some);
       for (std::uint32_t left = r.mates; left != 0; left &= left - 1) {
-        const std::uint32_t mate = lowest_rank(left), all = __ballot_sync(~0u, row < rows && (mask[j] >> mate & 1) != 0);
-        const std::uint32_t nth = __shfl_sync(~0u, counted, static_cast<int>(mate)) + count_ranks_below(all, lane);
-        const bool wanted = (all >> lane & 1) != 0;
+        const std::uint32_t mate = lowest_rank(left), wants = __ballot_sync(~0u, (mask[j] >> mate & 1) != 0);
+        const std::uint32_t nth = __shfl_sync(~0u, counted, static_cast<int>(mate)) + count_ranks_below(wants, lane);
+        const bool wanted = (wants >> lane & 1) != 0;
         if (wanted) rows_of_mate(k, r, set, source, mate)[nth] = row;
-        if (row < rows) numbers.of_row(row, mate) = wanted ? nth : kNone;
-        if (lane == mate) counted += __popc(all);
+        if (mask[j] != 0) numbers.of_row(row, mate) = wanted ? nth : kNone;
+        if (lane == mate) counted += __popc(wants);
       }
     }
   }
-  return true;
+  if (found != rows && lane == 0) blame(k, Phase::DispatchRecv, step, source, rows, found);
+  return found == rows;
 }
 
 // Tells each mate how many choices each of its experts gets.
