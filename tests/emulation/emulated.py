@@ -309,8 +309,8 @@ def explained(me: Any, module: str, case: Case) -> list[list[dict[str, Any]]]:
         return found
 
 
-def only_combines_by_large(me: Any, module: str, case: Case, apart: list[tuple[int, int]]) -> list[int]:
-    """A case of which all combines, and no dispatch, go by the large kernels on this rank, whose remote peers it returns. apart: see
+def across_by_large(me: Any, module: str, case: Case, apart: list[tuple[int, int]]) -> list[int]:
+    """A case of which all dispatches and combines go by the large kernels on this rank, whose remote peers it returns. apart: see
     gpu_cases.unreachable; all ranks are of one node then."""
     use(module)
     where = {"node_size": None} if apart else {}
@@ -318,7 +318,7 @@ def only_combines_by_large(me: Any, module: str, case: Case, apart: list[tuple[i
         runner = rank_cases.Runner(me, case, a2a)
         runner.run()
         stats, combined = a2a.stats(), sum(not step.released for step in runner.steps)
-        outcomes.must(stats["large_dispatches"] == 0 and stats["large_combines"] >= combined > 0, "by the large kernels:", stats)
+        outcomes.must(stats["large_dispatches"] >= case.steps and stats["large_combines"] >= combined > 0, "by the large kernels:", stats)
         return list(a2a._steps.session.wiring.peers.remote)
 
 

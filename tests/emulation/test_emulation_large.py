@@ -45,7 +45,7 @@ def test_large_combines_of_codes(world: int, transport: str, room: int) -> None:
     with Crew(world, {**PARTS, **LARGE, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
         case = Case(seed(), world, num_experts=10, top_k=3, hidden=7336, max_tokens=5, transport=transport, combine_wire="fp8", steps=2)
         for dtype in ("bfloat16", "float32"):
-            crew.run("emulated:only_combines_by_large", module(), replace(case, dtype=dtype, crowd="full"), [])
+            crew.run("emulated:across_by_large", module(), replace(case, dtype=dtype, crowd="full"), [])
         for number in numbers(12):
             case = replace(case_of(29_000, number, world, transport), replicas=1, combine_wire="fp8")
             crew.run("emulated:call", module(), "rank_cases:exchange", case, timeout=200)
@@ -243,19 +243,19 @@ def test_large_steps_after_a_reset(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("near", ["none", "odd"])
 @pytest.mark.parametrize("transport", ["nvshmem", "nvshmem-mixed", "mixed:tcp", "relayed:tcp"])
-def test_only_combines_are_large_between_nodes(transport: str, near: str) -> None:
+def test_large_steps_between_nodes(transport: str, near: str) -> None:
     with Crew(4, {**LARGE, **PARTS, "PPLX_EMULATION_NEAR": near}) as crew:
         case = Case(seed(), 4, num_experts=8, top_k=3, hidden=64, max_tokens=20, crowd="full", steps=4, transport=transport)
-        for remote in crew.run("emulated:only_combines_by_large", module(), case, []):
+        for remote in crew.run("emulated:across_by_large", module(), case, []):
             assert len(remote) == (1 if near == "odd" and "nvshmem" in transport else 3 if transport == "nvshmem" else 2)
 
 
 @pytest.mark.parametrize("transport", ["auto:tcp", "nvshmem"])
-def test_only_combines_are_large_where_others_are_apart(transport: str) -> None:
+def test_large_steps_where_others_are_apart(transport: str) -> None:
     """A rank that maps the memory of all others knows that two of them do not map each other's: these return rows their way."""
     with Crew(3, LARGE) as crew:
         case = Case(seed(), 3, num_experts=8, top_k=3, hidden=64, max_tokens=20, crowd="full", steps=4, transport=transport)
-        assert crew.run("emulated:only_combines_by_large", module(), case, [(0, 2)]) == [[2], [], [0]]
+        assert crew.run("emulated:across_by_large", module(), case, [(0, 2)]) == [[2], [], [0]]
 
 
 @pytest.mark.parametrize(("world", "transport"), [(2, "nvshmem"), (2, "nvshmem-mixed"), (4, "nvshmem-mixed")])

@@ -332,7 +332,7 @@ MUTANTS = [
         "last_row(part) + 1 - part.run.rows, part",
         "last_row(part), part",
         "parts never leave",
-        "test_only_combines_are_large_between_nodes",
+        "test_large_steps_between_nodes",
         "_cuda",
     ),
     Mutant(

@@ -433,12 +433,12 @@ void Exchange::write_control(std::uint32_t generation, const Control& value) {
 }
 
 // Makes what the large kernels need, if steps may be large enough. All ranks use these kernels or none does: they decide what rows of
-// combine look like. Without pieces a dispatch does not know remote peers.
+// combine look like.
 void Exchange::make_chunk_counts() {
   const Config& c = common_.c;
   const std::uint32_t bytes = attribute_of(device_, cudaDevAttrMaxSharedMemoryPerBlockOptin);
-  const bool pieces = common_.heap.in_pieces, dispatches = pieces || !memory_.across();
-  if (!pieces && (c.max_tokens < large_tokens_ || (dispatches && !can_dispatch_large(c, bytes)) || !can_combine_large(c, bytes))) return;
+  const bool pieces = common_.heap.in_pieces, dispatches = can_dispatch_large(c, bytes);
+  if (!pieces && (c.max_tokens < large_tokens_ || (!dispatches && !memory_.across()) || !can_combine_large(c, bytes))) return;
   if (pieces) large_tokens_ = memory_.across() ? 0 : std::min(large_tokens_, tokens_of_round(c) + 1);  // one round at most has few
   common_.word_rows = large_tokens_;
   if (pieces) common_.showing_rows = std::min(common_.showing_rows, large_tokens_);

@@ -23,6 +23,7 @@ inline bool is_mapped_only(const CombineArguments& a) {
 struct DispatchCall {
   bool large = false;
   bool mapped_only = false;  // is_mapped_only()
+  bool remote = false;  // some peers are of other nodes
   bool given_scales = false;
   bool hooks = false;  // the launch raises words of hooks
 
@@ -30,6 +31,7 @@ struct DispatchCall {
   DispatchCall(const DispatchArguments& a, bool large)
       : large(large),
         mapped_only(is_mapped_only(a)),
+        remote(a.common.remote != 0),
         given_scales(a.scales != nullptr),
         hooks(a.hooks.planned != nullptr && (a.recv || large)) {}
 };

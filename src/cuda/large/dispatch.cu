@@ -1,4 +1,4 @@
-// dispatch() of many tokens inside a node.
+// dispatch() of many tokens. With hooks, or with peers of other nodes, by the general kernel.
 #include "dispatch_kernel.cuh"
 
 namespace pplx::cuda {
@@ -10,8 +10,8 @@ Choice<DispatchArguments> choose(const Config& c, const DispatchCall& call) {
   if (in_pieces(c)) return choose_rounds(c, call);
   return choose_mode(c, call, [&](auto mode) -> Choice<DispatchArguments> {
     using Mode = decltype(mode);
-    const auto kernel = call.hooks ? dispatch<Mode, true, false> : dispatch<Mode, false, false>;
-    return {"large::dispatch", kernel, kLargeThreads, DispatchMemory(c).bytes};
+    if (call.hooks || call.remote) return {"large::dispatch, general", dispatch<Mode, true, false>, kLargeThreads, DispatchMemory(c).bytes};
+    return {"large::dispatch", dispatch<Mode, false, false>, kLargeThreads, DispatchMemory(c).bytes};
   });
 }
 
@@ -19,7 +19,7 @@ Choice<DispatchArguments> choose(const Config& c, const DispatchCall& call) {
 
 bool can_dispatch_large(const Config& c, std::uint32_t shared_bytes) {
   const std::size_t shared = in_pieces(c) ? kBytesOfObject<DispatchShared<true>> : kBytesOfObject<DispatchShared<false>>;
-  return (in_pieces(c) || (c.replicas == 1 && c.node_ranks == 0)) && payload_bytes(c) % 16 == 0 &&
+  return (in_pieces(c) || c.replicas == 1) && payload_bytes(c) % 16 == 0 &&
          kWorkers * counting_bytes(c) <= kRingBytes && DispatchMemory(c).bytes + shared <= shared_bytes &&
          (can_deal_sends(c) || !quantised(c.wire));
 }

@@ -16,7 +16,7 @@ namespace {
 // Warps with roles, most of them workers. A warp that has nothing to send, or no more, receives.
 inline constexpr std::uint32_t kDealer = kWorkers - 2, kLoader = kWorkers - 1, kFirstStorer = kDealer - kStorers;
 inline constexpr std::uint32_t kCounter = kWorkers + 1, kPlacer = kWorkers + 2, kTeller = kWorkers + 3;
-inline constexpr std::uint32_t kPasser = kQuantisers;  // in rounds, where there are remote peers
+inline constexpr std::uint32_t kPasser = kQuantisers;  // where there are remote peers
 static_assert(kPasser < kFirstStorer && kTeller + 1 == kLargeWarps, "all have a warp");
 
 __device__ inline bool is_storer(std::uint32_t warp) { return warp >= kFirstStorer && warp < kDealer; }
@@ -135,7 +135,7 @@ __device__ inline void plan_chunks(const DispatchArguments& a, DispatchShared<kR
       if (numbers)
         number_choices(k, chunk, ids, rows, &planned);
       else
-        place_choices(k, chunk, memory, sums, &planned);
+        place_choices(a, chunk, memory, sums, &planned);
       const std::uint64_t choice = std::uint64_t{chunk.first} * k.c.top_k;
       for (std::uint32_t i = lane; kRounds && i < chunk.all; i += 32)  // the receive half sends some of it
         keep_choice(a, choice + i, planned.id[i], planned.index[i], planned.row[i], planned.weight[i]);
@@ -193,7 +193,7 @@ __device__ inline void send_large(const DispatchArguments& a, DispatchShared<kRo
   char *const in = launched + at.rings, *const out = in + kTokensInBytes;
   const std::uint32_t warp = threadIdx.x / 32;
   if (is_planner()) {
-    claim_set<kRounds>(a, s.plan);
+    claim_set<kRounds, kHooks>(a, s.plan);
     if (!s.plan.taken) return;
     LoadedChunk loaded;
     if (a.ids != nullptr) loaded.load(a, ChunkChoices(a, s.plan.first_chunk));
@@ -218,7 +218,7 @@ __device__ inline void send_large(const DispatchArguments& a, DispatchShared<kRo
     }
     if (a.ids != nullptr && (kRounds || !numbers_rows(a))) count_chunks<kRounds>(a, s.plan, first.number, sums, counting);
     if (!kRounds && threadIdx.x < k.c.world)
-      s.rows_at[threadIdx.x] = block_for<true>(k, set_of(k.c, s.plan.step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
+      s.rows_at[threadIdx.x] = block_for<!kHooks>(k, set_of(k.c, s.plan.step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
     fence_shared_copies();  // where chunks were counted, tokens come
     barrier_sync<kPlanners>(kAmongPlanners);
     if constexpr (kQuantises<Mode>)
@@ -234,7 +234,7 @@ __device__ inline void send_large(const DispatchArguments& a, DispatchShared<kRo
     s.plan.claimed.wait();
     if (s.plan.taken) count_choices(a, s.plan.step, launched + at.placer);
   }
-  if ((warp == kTeller || is_storer(warp)) && s.plan.taken) tell_of_rows<kRounds>(a, s.plan.step, s.rings);
+  if ((warp == kTeller || is_storer(warp)) && s.plan.taken) tell_of_rows<kHooks, kRounds>(a, s.plan.step, s.rings);
   if (warp == kTeller) s.sent.set();
 }
 
@@ -248,8 +248,9 @@ __device__ inline void receive_large(const DispatchArguments& a, std::uint32_t s
   }
   if (warp == kPlacer) place_rows<true, kHooks>(a, step, s.receive, experts);
   if (warp == kTeller && counts_here(a.common)) count_waits(a, step, s.receive);
+  if constexpr (kHooks)
+    if (warp == kPasser && a.common.remote != 0) has_relays(a.common) ? pass_on_nodes(a, step) : pass_on_dispatches<kRounds>(a, step);
   if constexpr (kRounds) {
-    if (warp == kPasser && a.common.remote != 0) pass_on_dispatches<true>(a, step);
     carrier.receive_rounds(s.received[warp], warp == kCounter && reports_counts());
     return;
   }

@@ -4,6 +4,7 @@
 #pragma once
 
 #include "../decode/dispatch_recv.cuh"
+#include "../remote/relay_dispatch.cuh"
 #include "../rounds/dispatch.cuh"
 #include "ring.cuh"
 #include "tuning.h"
@@ -111,6 +112,7 @@ class RowCarrier {
 
  private:
   static constexpr std::uint32_t kVectors = kPartBytes / 512;  // sixteen bytes each, of a lane
+  static constexpr bool kFar = kHooks && !kRounds;  // remote peers' blocks are whole
 
   // A lane's part of what lies behind a row's payload.
   struct RowEnd {
@@ -149,6 +151,8 @@ class RowCarrier {
   // The next row is asked for before this one's place is looked up. slot_row: where the run lies.
   __device__ bool carry_run(const RowRun& run, std::uint32_t slot_row, std::uint32_t round) const {
     const std::uint32_t lane = lane_anew(), row_bytes = k_.dispatch.row_bytes;
+    if constexpr (kFar)
+      if (is_remote(k_, run.source)) return carry_far(a_, step_, s_, e_, run);
     char* row = own_slot<!kRounds>(k_, set_of(k_.c, step_), Op::Dispatch, run.source) + k_.dispatch.row_at(slot_row);
     if (kRounds && is_remote(k_, run.source)) row += k_.heap.piece_at(Op::Dispatch, round);  // a piece has its own header
     {
@@ -172,6 +176,38 @@ class RowCarrier {
       if (!carry_row(run.source, run.first + i, its_end, row, next, v, kRounds ? blank : run.first + i < k_.showing_rows)) return false;
     }
     mark_stage(k_, step_, Stage::RowPlaced);
+    return true;
+  }
+
+  // The same for rows of a remote peer's whole block, or of a node's, where those for this rank lie among its mates'.
+  static __device__ __noinline__ bool carry_far(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts e, const RowRun run) {
+    const Common& k = a.common;
+    const RowCarrier carrier(a, step, s, nullptr, e);
+    const std::uint32_t lane = lane_anew();
+    const bool of_node = has_relays(k);
+    const char* mine = own_slot(k, set_of(k.c, step), Op::Dispatch, run.source) + k.dispatch.row_at(run.first + lane);
+    {
+      const SpanTimer waits(k, Span::AwaitingRow);
+      if (lane < run.rows && of_node) mine = await_node_row(a, step, run.source, run.first + lane);
+      const bool good = lane >= run.rows || (of_node ? mine != nullptr
+                                                     : row_was_passed_on(k, step, Op::Dispatch, Phase::DispatchRecv, run.source, run.first + lane));
+      if (!all_of_warp(good)) return false;
+    }
+    mark_stage(k, step, Stage::RowThere);
+    if (!await_places(k, s)) return false;
+    const char* row = of_lane(mine, 0);
+    uint4 v[kVectors];
+#pragma unroll
+    for (std::uint32_t j = 0; j < kVectors; ++j)
+      if (16 * lane + 512 * j < k.payload_bytes) v[j] = load_arrived(row + 16 * lane + 512 * j);
+    for (std::uint32_t i = 0; i < run.rows; ++i) {
+      RowEnd end = carrier.load_end(row);
+      if (of_node && end.route.w != k.c.rank) end.route.x = kNowhere;  // a mate's choice
+      const char* const next = i + 1 < run.rows ? of_lane(mine, static_cast<int>(i + 1)) : nullptr;
+      if (!carrier.carry_row(run.source, run.first + i, end, const_cast<char*>(row), next, v, false)) return false;
+      row = next;
+    }
+    mark_stage(k, step, Stage::RowPlaced);
     return true;
   }
 

@@ -35,7 +35,7 @@ class TokenDealer {
       mbarrier_arrive_of_warp(plan_.used + turn);
     }
     if (!kRounds && !places_known_) end_kept();
-    tell_storers(0, 0, {}, 0);
+    tell_storers(0, 0, {}, kNone);
   }
 
  private:
@@ -90,7 +90,7 @@ class TokenDealer {
       if (quantised(k_.c.wire)) sent.scales = scale_place(a_, mine.out_row, mine.expert);
     }
     write_routes(c, own, there);
-    tell_storers(first + at, tokens, sent, kRounds ? __ballot_sync(~0u, in_slot && !is_remote(k_, c.entry >> 20)) : 0);
+    tell_storers(first + at, tokens, sent, in_slot ? c.entry : kNone);
     if (!kRounds && a_.ids != nullptr && there)
       keep_choice(a_, std::uint64_t{own} * k_.c.top_k + choice(), c.of.id, c.of.index, c.entry, c.of.weight);
     if (has_own) place_words(a_, mine, choice());
@@ -145,26 +145,38 @@ class TokenDealer {
       char* const row = of_lane(c.row, of);
       const std::uint32_t rank = __shfl_sync(~0u, c.entry, of) >> 20;
       if (!there || row == nullptr) continue;
-      const std::uint32_t expert = static_cast<std::uint32_t>(c.of.id) - first_expert_of(k_, rank);
+      char* const to = row + k_.dispatch.route_at + 16 * choice();
       fuzz_delay(k_, std::uint64_t{own} << 32 | i);
-      store_tagged(k_, row + k_.dispatch.route_at + 16 * choice(), plan_.step, c.of.rank == rank ? route_place(expert, c.of.index) : kNowhere,
-                   __float_as_uint(c.of.weight), own);
+      if (kHooks && is_relayed(k_, rank)) {
+        const std::uint32_t its_rank = c.of.id >= 0 && a_.relays.rep[c.of.rank] == rank ? c.of.rank : kNone;
+        store_vec16(to, make_uint4(place_at(c, its_rank), __float_as_uint(c.of.weight), own, its_rank));
+      } else {
+        store_tagged(k_, to, plan_.step, place_at(c, rank), __float_as_uint(c.of.weight), own);
+      }
     }
   }
 
-  __device__ void tell_storers(std::uint32_t first, std::uint32_t tokens, const SentRow& sent, std::uint32_t words) {
+  // The place of this lane's choice at a rank.
+  __device__ std::uint32_t place_at(const Choice& c, std::uint32_t rank) const {
+    if (c.of.rank != rank || rank == kNone) return kNowhere;
+    return route_place(static_cast<std::uint32_t>(c.of.id) - first_expert_of(k_, rank), c.of.index);
+  }
+
+  // entry: of this lane's row that goes to a slot.
+  __device__ void tell_storers(std::uint32_t first, std::uint32_t tokens, const SentRow& sent, std::uint32_t entry) {
+    const bool is_far = kHooks && entry != kNone && is_remote(k_, entry >> 20);
+    const std::uint32_t words = kHooks ? __ballot_sync(~0u, entry != kNone && !is_far) : 0;
     const std::uint32_t oldest = dealt_ - under_way_;
     if (dealt_ >= under_way_) await_turn(k_, Span::AwaitingPlaceOut, rings_.told + oldest % kBatches, oldest / kBatches);
     const std::uint32_t at = dealt_++ % kBatches;
     Batch& batch = rings_.batches[at];
     batch.rows[lane()] = sent;
+    if constexpr (kHooks && !kRounds) batch.far[lane()] = is_far ? entry : kNone;
     if (lane() == 0) {
       batch.first = first;
       batch.tokens = tokens;
-      if constexpr (kRounds) {
-        batch.words = words;
-        batch.sent = has_room_;
-      }
+      if constexpr (kHooks) batch.words = words;
+      if constexpr (kRounds) batch.sent = has_room_;
     }
     mbarrier_arrive_of_warp(rings_.dealt + at);
   }

@@ -153,7 +153,7 @@ class RowStorer {
 };
 
 // Raises the words of all rows that are there, behind one fence. By the teller, and by storers that are done: so fences overlap.
-template <bool kRounds>
+template <bool kGeneral, bool kRounds>
 __device__ inline void tell_of_rows(const DispatchArguments& a, std::uint32_t step, SendRings& rings) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
@@ -173,12 +173,14 @@ __device__ inline void tell_of_rows(const DispatchArguments& a, std::uint32_t st
       const Batch& batch = rings.batches[told % kBatches];
       char* const row = batch.rows[lane].row;
       const std::uint32_t round = kRounds ? batch.first / a.pieces.tokens : 0;
-      if (kRounds ? (batch.words >> lane & 1) != 0 : row != nullptr) {
+      if (kGeneral ? (batch.words >> lane & 1) != 0 : row != nullptr) {
         fuzz_delay(k, std::uint64_t{step} << 32 | told);
         store_relaxed(row + k.dispatch.arrival_at, kRounds ? word_of_round(k, step, round) : arrival_word(k.generation, step));
       }
       if constexpr (kRounds)
         if (k.remote != 0 && batch.tokens != 0 && batch.sent) count_tokens_of_round(a, step, round, batch.tokens);
+      if constexpr (kGeneral && !kRounds)
+        if (k.remote != 0) count_far_rows(a, step, batch.far[lane]);
       mbarrier_arrive_of_warp(rings.told + told % kBatches);
     }
     mark_stage(k, step, Stage::Published);

@@ -117,7 +117,13 @@ struct ChunkIds {
 inline constexpr std::uint32_t kMostNumberedRanks = 8;
 __device__ inline bool numbers_rows(const DispatchArguments& a) {
   const Common& k = a.common;
-  return a.ids != nullptr && k.c.layout == LayoutKind::Compact && k.c.world <= kMostNumberedRanks && !k.heap.in_pieces;
+  return a.ids != nullptr && k.c.layout == LayoutKind::Compact && k.c.world <= kMostNumberedRanks && !k.heap.in_pieces && k.remote == 0;
+}
+
+// Returns the rank to which rows for an expert go.
+__device__ inline std::uint32_t rank_of_rows(const DispatchArguments& a, const Divider& per_rank, std::int32_t id) {
+  const std::uint32_t rank = per_rank.divide(static_cast<std::uint32_t>(id));
+  return has_relays(a.common) ? a.relays.rep[rank] : rank;
 }
 
 // ---- counts of chunks ----
@@ -160,7 +166,8 @@ static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, 
     for (std::uint32_t peer = lane; !planned && peer < k.c.world; peer += 32) a.plan.rows[peer] = total_of(a, k.c.num_experts + peer);
     publish_row_counts(k, step, a.plan.rows);
   }
-  if (k.remote != 0) begin_remote_blocks(a, step);
+  __syncwarp();
+  if (k.remote != 0) k.heap.in_pieces ? begin_remote_blocks(a, step) : begin_whole_blocks(a, step);
   mark_stage(k, step, Stage::Counted);
 }
 
@@ -191,7 +198,7 @@ static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std:
     const std::uint32_t at = chunk.at(i);
     const std::int32_t id = at < chunk.all ? marks.ids[at] : -1;
     if (id < 0) continue;
-    const std::uint32_t rank = per_rank.divide(static_cast<std::uint32_t>(id));
+    const std::uint32_t rank = rank_of_rows(a, per_rank, id);
     atomicAdd(marks.tokens + id, 1u);
     atomicOr(marks.ranks + 2 * top_k.divide(at) + rank / 32, 1u << rank % 32);
   }
@@ -206,6 +213,7 @@ static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std:
     for (std::uint32_t j = 0; j < 4; ++j) pair[j] = marks.tokens[8 * i + 2 * j] | marks.tokens[8 * i + 2 * j + 1] << 16;
     out[i] = make_uint4(pair[0], pair[1], pair[2], pair[3]);
   }
+  if (has_relays(k) && lane < chunk.tokens) write_masks(a, step, chunk.first + lane, marks.ids + lane * k.c.top_k);
   __syncwarp();
   fuzz_delay(k, number);
   if (lane == 0) store_release_here(a.chunk_counts.ready + number, arrival_word(k.generation, step));
@@ -334,7 +342,8 @@ static __device__ __noinline__ void copy_chunk(const DispatchArguments& a, std::
 }
 
 // Says which tokens want which column and rank. False: some token has an expert twice.
-__device__ inline bool mark_choices(const Common& k, const ChunkChoices& chunk, const ChunkMarks& marks) {
+__device__ inline bool mark_choices(const DispatchArguments& a, const ChunkChoices& chunk, const ChunkMarks& marks) {
+  const Common& k = a.common;
   const Divider per_rank = k.per_rank, top_k = k.top_k;
   std::uint32_t twice = 0;
 #pragma unroll
@@ -342,7 +351,7 @@ __device__ inline bool mark_choices(const Common& k, const ChunkChoices& chunk, 
     const std::uint32_t at = chunk.at(i);
     const std::int32_t id = at < chunk.all ? marks.ids[at] : -1;
     if (id < 0) continue;
-    const std::uint32_t rank = per_rank.divide(static_cast<std::uint32_t>(id)), token = top_k.divide(at), bit = 1u << token;
+    const std::uint32_t rank = rank_of_rows(a, per_rank, id), token = top_k.divide(at), bit = 1u << token;
     twice |= atomicOr(marks.tokens + id, bit) & bit;
     atomicOr(marks.ranks + 2 * token + rank / 32, 1u << rank % 32);
   }
@@ -352,14 +361,16 @@ __device__ inline bool mark_choices(const Common& k, const ChunkChoices& chunk, 
 }
 
 // memory: counting_bytes(), with the chunk's ids. `sums` has what comes before the chunk, and then what comes after it.
-static __device__ __noinline__ void place_choices(const Common& k, const ChunkChoices chunk, char* memory, std::uint32_t* sums, PlannedChunk* planned) {
+static __device__ __noinline__ void place_choices(const DispatchArguments& a, const ChunkChoices chunk, char* memory, std::uint32_t* sums,
+                                                  PlannedChunk* planned) {
+  const Common& k = a.common;
   const ChunkMarks marks(k, known_shared(memory));
   PlannedChunk& to = *known_shared(planned);
   sums = known_shared(sums);
   const Divider per_rank = k.per_rank, top_k = k.top_k;
   const std::uint32_t lane = threadIdx.x % 32, experts = k.c.num_experts, choices = k.c.top_k, columns = chunk_columns(k.c);
   marks.clear(k);
-  const bool once = mark_choices(k, chunk, marks);
+  const bool once = mark_choices(a, chunk, marks);
   const std::uint32_t *const rows = sums + experts, *const of_rank = marks.tokens + experts;
 #pragma unroll 4
   for (std::uint32_t at = lane; at < chunk.all; at += 32) {
@@ -371,7 +382,7 @@ static __device__ __noinline__ void place_choices(const Common& k, const ChunkCh
     if (once) to.index[at] = id < 0 ? 0 : sums[id] + __popc(marks.tokens[id] & before);
     if (id < 0) continue;
     // Choices of one token and rank say the same.
-    const std::uint32_t rank = per_rank.divide(static_cast<std::uint32_t>(id)), lower = (1u << rank % 32) - 1;
+    const std::uint32_t rank = rank_of_rows(a, per_rank, id), lower = (1u << rank % 32) - 1;
     const std::uint32_t nth = rank < 32 ? __popc(low & lower) : __popc(low) + __popc(high & lower);
     to.row[of_token + nth] = rank << 20 | (rows[rank] + __popc(of_rank[rank] & before));
   }
@@ -443,11 +454,11 @@ __device__ inline void begin_plan(const DispatchArguments& a, LargePlan& s, std:
   if (begins_step<kRounds>(a)) pass_step(k);
 }
 
-template <bool kRounds>
+template <bool kRounds, bool kGeneral>
 __device__ inline void claim_set(const DispatchArguments& a, LargePlan& s) {
   const Common& k = a.common;
   bool taken = !begins_step<kRounds>(a) || may_take_set(k, s.step, s.closed);
-  if constexpr (kRounds) taken = taken && (k.remote == 0 || !a.pieces.begins || may_write_all(k, s.step, Op::Dispatch));
+  if constexpr (kGeneral) taken = taken && (k.remote == 0 || !begins_step<kRounds>(a) || may_write_all(k, s.step, Op::Dispatch));
   if (threadIdx.x % 32 == 0) s.taken = taken;
   s.claimed.set();
 }

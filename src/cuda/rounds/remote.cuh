@@ -146,6 +146,48 @@ static __device__ __noinline__ void count_tokens_of_round(const DispatchArgument
   count_tokens_of_round(a, step, 0, kRoundBefore);
 }
 
+// Writes a token's masks to the blocks of all nodes: one thread. ids: its choices.
+__device__ inline void write_masks(const DispatchArguments& a, std::uint32_t step, std::uint32_t own, const std::int32_t* ids) {
+  const Common& k = a.common;
+  for (std::uint64_t peers = k.remote & ~k.dead & ~a.relays.skipped; peers != 0; peers &= peers - 1) {
+    const std::uint32_t peer = lowest_rank(peers);
+    std::uint32_t mask = 0;
+    for (std::uint32_t i = 0; i < k.c.top_k; ++i) {
+      const std::uint32_t rank = ids[i] < 0 ? 0 : k.per_rank.divide(static_cast<std::uint32_t>(ids[i]));
+      if (ids[i] >= 0 && a.relays.rep[rank] == peer) mask |= 1u << a.relays.number[rank];
+    }
+    reinterpret_cast<std::uint32_t*>(block_for(k, set_of(k.c, step), Op::Dispatch, peer) + masks_at(k.c))[own] = mask;
+  }
+}
+
+// Begins remote peers' whole blocks, by the warp that has counted all chunks and keeps what it counted, or has a given plan.
+[[maybe_unused]] static __device__ __noinline__ void begin_whole_blocks(const DispatchArguments& a, std::uint32_t step) {
+  const Common& k = a.common;
+  const std::uint32_t lane = threadIdx.x % 32;
+  for (std::uint32_t own = lane; a.ids == nullptr && has_relays(k) && own < a.own; own += 32)
+    write_masks(a, step, own, a.plan.ids + std::uint64_t{own} * k.c.top_k);
+  for (std::uint64_t peers = k.remote & ~k.dead & ~a.relays.skipped; peers != 0; peers &= peers - 1) {
+    const std::uint32_t peer = lowest_rank(peers), rows = a.plan.rows[peer];
+    char* const block = block_for(k, set_of(k.c, step), Op::Dispatch, peer);
+    write_header(k, block, step, rows, 0, lane, 0, has_relays(k) ? a.own : 0);
+    auto* const counts = reinterpret_cast<std::uint32_t*>(block + sizeof(BlockHeader));
+    for (std::uint32_t e = lane; e < k.c.num_experts; e += 32) {
+      const std::uint32_t rank = k.per_rank.divide(e), first = has_relays(k) ? a.relays.number[rank] * k.experts_per_rank : 0;
+      if (a.relays.rep[rank] == peer) counts[first + e - first_expert_of(k, rank)] = a.plan.counts[e];
+    }
+    __syncwarp();
+    if (lane == 0) count_header(k, step, Op::Dispatch, peer, rows, 1);
+  }
+}
+
+// Counts the rows of whole blocks that a warp's lanes have stored and awaited. entry: a lane's, as in PlanView, or kNone. Those for one peer follow
+// each other.
+__device__ inline void count_far_rows(const DispatchArguments& a, std::uint32_t step, std::uint32_t entry) {
+  const std::uint32_t peer = entry == kNone ? kNone : entry >> 20, alike = __match_any_sync(~0u, peer);
+  if (peer != kNone && (alike & ((1u << threadIdx.x % 32) - 1)) == 0)
+    count_rows(a.common, step, Op::Dispatch, peer, entry & 0xfffffu, __popc(alike), RowsOfBlock(a.plan.rows + peer));
+}
+
 // Counts `more` parts of what goes back to a peer in a round, or what comes before them. A warp's. rows: of the whole block.
 [[maybe_unused]] static __device__ __noinline__ void count_sums_of_round(const Common& k, const PieceArguments& p, std::uint32_t step, std::uint32_t peer,
                                                         std::uint32_t round, std::uint32_t rows, std::uint32_t more) {
