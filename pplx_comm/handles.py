@@ -109,10 +109,6 @@ class Dispatched:
         and compares; then it may read the block's rows, and counts, offsets and num_rows too. See docs/design.md, Hooks."""
         return self._hooks("arrived").arrived
 
-    def _rows(self) -> tuple[torch.Tensor, torch.Tensor | None, torch.Tensor]:
-        """x, scale and counts."""
-        return self.x, self.scale, self.counts
-
     def _hooks(self, name: str) -> Hooks:
         if self.hooks is None:
             raise Error(f"d.{name} needs an AllToAll with hooks=True, and no torch.compile or autograd around its dispatch")

@@ -121,7 +121,7 @@ class LowLatencyHandle(Handle):
         self.step = step = lane.dispatch(x, self.ids, send_only=hook, totals=stats)
         d = step.d
         assert d is not None
-        rows, scale, counts = d._rows()
+        rows, scale, counts = lane.a2a.calls.device.rows(d)
         if packs or noted is not None:
             packed = _packed_like(scale) if packs and scale is not None else None
             then = functools.partial(_after, scale, packed, noted)

@@ -16,3 +16,6 @@ Sent = tuple[torch.Tensor, Optional, Optional, Optional, Plan | None]
 
 Returned = tuple[torch.Tensor, Dispatched, Optional, bool, Optional, Optional, bool]
 """expert_out, d, weights, weighted, tail, out and accumulate of AllToAll.combine."""
+
+Rows = tuple[torch.Tensor, Optional, torch.Tensor]
+"""x, scale and counts of a Dispatched."""

@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 import pplx_comm._core as _core
-from pplx_comm.device.arguments import Returned, Sent
+from pplx_comm.device.arguments import Returned, Rows, Sent
 from pplx_comm.device.checks import Checks
 from pplx_comm.device.failing import Failing
 from pplx_comm.device.held import Held
@@ -201,6 +201,9 @@ class Cpu:
             d.totals += d.counts
         d.received = True
         d.inputs = ()
+
+    def rows(self, d: Dispatched) -> Rows:
+        return d.x, d.scale, d.counts
 
     def watch(self, d: Dispatched) -> None:
         """Its words are this step's since the send half returned."""

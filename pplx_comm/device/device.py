@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pplx_comm.device.arguments import Returned, Sent
+from pplx_comm.device.arguments import Returned, Rows, Sent
 from pplx_comm.device.checks import Checks
 from pplx_comm.device.parts import Tickets
 from pplx_comm.handles import Combined, Combining, Dispatched, Owner, Plan
@@ -37,6 +37,9 @@ class Device(Protocol):
         """
 
     def dispatch_recv(self, d: Dispatched) -> None: ...
+
+    def rows(self, d: Dispatched) -> Rows:
+        """Those of a dispatch of this device."""
 
     def combine(self, halves: int, returned: Returned) -> Combining | Combined:
         """Like dispatch: where one launch does both halves, the result."""

@@ -318,7 +318,9 @@ def across_by_large(me: Any, module: str, case: Case, apart: list[tuple[int, int
         runner = rank_cases.Runner(me, case, a2a)
         runner.run()
         stats, combined = a2a.stats(), sum(not step.released for step in runner.steps)
-        outcomes.must(stats["large_dispatches"] >= case.steps and stats["large_combines"] >= combined > 0, "by the large kernels:", stats)
+        outcomes.must(
+            stats["large_dispatches"] >= case.steps and stats["large_combines"] >= combined > 0, "by the large kernels:", stats
+        )
         return list(a2a._steps.session.wiring.peers.remote)
 
 

@@ -43,7 +43,9 @@ def test_large_combines_between_nodes(world: int, transport: str, least: int, ro
 def test_large_combines_of_codes(world: int, transport: str, room: int) -> None:
     """Rows of several parts, of which the last may be short, and random shapes."""
     with Crew(world, {**PARTS, **LARGE, "PPLX_EMULATION_ROOM": str(room), "PPLX_EMULATION_SMS": "7"}) as crew:
-        case = Case(seed(), world, num_experts=10, top_k=3, hidden=7336, max_tokens=5, transport=transport, combine_wire="fp8", steps=2)
+        case = Case(
+            seed(), world, num_experts=10, top_k=3, hidden=7336, max_tokens=5, transport=transport, combine_wire="fp8", steps=2
+        )
         for dtype in ("bfloat16", "float32"):
             crew.run("emulated:across_by_large", module(), replace(case, dtype=dtype, crowd="full"), [])
         for number in numbers(12):

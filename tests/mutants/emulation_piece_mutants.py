@@ -190,8 +190,8 @@ MUTANTS = [
     Mutant(
         "pieces: senders receive when they have sent",
         "src/cuda/large/dispatch_kernel.cuh",
-        "  if constexpr (kRounds) {\n    if (warp == kPasser",
-        "  if constexpr (kRounds) {\n    if (a.send) s.sent.wait();\n    if (warp == kPasser",
+        "  if constexpr (kRounds) {\n    carrier",
+        "  if constexpr (kRounds) {\n    if (a.send) s.sent.wait();\n    carrier",
         "a thread block alone on the GPU waits for rounds that it is to receive itself",
         "test_pieces_with_one_resident_thread_block and 1-mapped",
         "_cuda",

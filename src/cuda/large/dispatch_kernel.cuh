@@ -1,4 +1,4 @@
-// The kernel of a large dispatch, of whole blocks inside a node and of pieces: one launch, or one per half.
+// The kernel of a large dispatch, of whole blocks and of pieces: one launch, or one per half.
 #pragma once
 
 #include "receive.cuh"
@@ -264,6 +264,7 @@ __device__ inline void receive_large(const DispatchArguments& a, std::uint32_t s
 namespace large {
 namespace {
 
+// kHooks: the general kernel, which raises words of hooks where there are any, and has peers of other nodes.
 template <typename Mode, bool kHooks, bool kRounds>
 __global__ void __launch_bounds__(kLargeThreads, 1) dispatch(const __grid_constant__ DispatchArguments a) {
   PPLX_LAUNCHED_SHARED(words);

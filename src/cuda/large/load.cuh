@@ -26,7 +26,7 @@ struct SentRow {
 // Tokens that are dealt together. The lanes of a token are a power of two.
 struct Batch {
   std::uint32_t first, tokens;  // this rank's tokens; tokens 0: there are no more
-  std::uint32_t words;  // of a general kernel: lanes whose rows have arrival words
+  std::uint32_t words;  // in a general kernel: lanes whose rows have arrival words
   bool sent;  // in rounds: there was room
   SentRow rows[32];
   std::uint32_t far[32];  // rows of remote peers' whole blocks, as in PlanView, or kNone
