@@ -15,7 +15,7 @@ class Launch:
         ...
 class Tokens:
     """
-    Inputs of a dispatch: addresses, 0 for none, and strides in bytes. A receive half takes the count alone, in pieces all.
+    Inputs of a dispatch: addresses, 0 for none, and strides in bytes. A receive half takes count and totals, in pieces all.
     """
     def __init__(self, *, count: int, x: int = 0, stride: int = 0, ids: int = 0, wide_ids: bool = False, weights: int = 0, scales: int = 0, scale_row_stride: int = 0, scale_stride: int = 0, unread: bool = False, totals: int = 0) -> None:
         ...

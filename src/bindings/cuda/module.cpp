@@ -141,7 +141,7 @@ void bind_structs(py::module_& m) {
                 Launch::field<&cuda::Launch::hooks>("hooks")});
   using Tokens = BoundStruct<cuda::Tokens>;
   Tokens::bind(m, "Tokens",
-               "Inputs of a dispatch: addresses, 0 for none, and strides in bytes. A receive half takes count and totals alone, in pieces all.",
+               "Inputs of a dispatch: addresses, 0 for none, and strides in bytes. A receive half takes count and totals, in pieces all.",
                {Tokens::required<&cuda::Tokens::tokens>("count"), Tokens::field<&cuda::Tokens::x>("x"),
                 Tokens::field<&cuda::Tokens::x_stride>("stride"), Tokens::field<&cuda::Tokens::ids>("ids"),
                 Tokens::field<&cuda::Tokens::wide_ids>("wide_ids"), Tokens::field<&cuda::Tokens::weights>("weights"),

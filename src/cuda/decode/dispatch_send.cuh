@@ -235,7 +235,8 @@ __device__ inline void write_route(const DispatchArguments& a, std::uint32_t ste
   const std::uint32_t lane = threadIdx.x % 32;
   if constexpr (!kMappedOnly)
     if (is_relayed(k, rank))
-      return DispatchExtras<kMappedOnly>::write_node_route(a, own, t.rank == rank, static_cast<std::uint32_t>(t.id), t.index, t.weight, row);
+      return DispatchExtras<kMappedOnly>::write_node_route(a, own, t.rank == rank, static_cast<std::uint32_t>(t.id), t.index, t.weight,
+                                                           row);
   if (lane >= k.c.top_k) return;
   const std::uint32_t expert = static_cast<std::uint32_t>(t.id) - first_expert_of(k, rank);
   store_tagged(k, row + k.dispatch.route_at + 16 * lane, step, t.rank == rank ? route_place(expert, t.index) : kNowhere,

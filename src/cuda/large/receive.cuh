@@ -180,7 +180,8 @@ class RowCarrier {
   }
 
   // The same for rows of a remote peer's whole block, or of a node's, where those for this rank lie among its mates'.
-  static __device__ __noinline__ bool carry_far(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts e, const RowRun run) {
+  static __device__ __noinline__ bool carry_far(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts e,
+                                                const RowRun run) {
     const Common& k = a.common;
     const RowCarrier carrier(a, step, s, nullptr, e);
     const std::uint32_t lane = lane_anew();
@@ -188,10 +189,9 @@ class RowCarrier {
     const char* mine = own_slot(k, set_of(k.c, step), Op::Dispatch, run.source) + k.dispatch.row_at(run.first + lane);
     {
       const SpanTimer waits(k, Span::AwaitingRow);
+      const auto comes = [&] { return row_was_passed_on(k, step, Op::Dispatch, Phase::DispatchRecv, run.source, run.first + lane); };
       if (lane < run.rows && of_node) mine = await_node_row(a, step, run.source, run.first + lane);
-      const bool good = lane >= run.rows || (of_node ? mine != nullptr
-                                                     : row_was_passed_on(k, step, Op::Dispatch, Phase::DispatchRecv, run.source, run.first + lane));
-      if (!all_of_warp(good)) return false;
+      if (!all_of_warp(lane >= run.rows || (of_node ? mine != nullptr : comes()))) return false;
     }
     mark_stage(k, step, Stage::RowThere);
     if (!await_places(k, s)) return false;

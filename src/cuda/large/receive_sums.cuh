@@ -195,7 +195,8 @@ class SumDealer : RowDealer {
       const std::uint32_t codes = bytes_of_codes(bytes / each), scales = bytes_of_scales(bytes / each);
       mbarrier_expect(loaded, codes + scales);
       bulk_load(place, row + first, codes, loaded);
-      bulk_load(place + bytes_of_codes(part_ / each), row + a_.relays.answer.scales_at + 4 * (first / scale_block(Wire::FP8)), scales, loaded);
+      const char* const from = row + a_.relays.answer.scales_at + 4 * (first / scale_block(Wire::FP8));
+      bulk_load(place + bytes_of_codes(part_ / each), from, scales, loaded);
     });
   }
 

@@ -22,8 +22,8 @@ class RowRuns {
                      const RunCounts& counts)
       : order_(k.order), begin_(rows_begin), sources_(sources), most_(most), stretches_(stretches), counts_(counts) {}
   // Counts runs, by all lanes of a warp. sources: of the order, from number `first` on; most: rows of a run; stretches: of each source.
-  __device__ RowRuns(const Common& k, const std::uint32_t* rows_begin, std::uint32_t sources, std::uint32_t most, std::uint32_t stretches = 1,
-                     std::uint32_t first = 0)
+  __device__ RowRuns(const Common& k, const std::uint32_t* rows_begin, std::uint32_t sources, std::uint32_t most,
+                     std::uint32_t stretches = 1, std::uint32_t first = 0)
       : order_(k.order + first), begin_(rows_begin), sources_(sources), most_(most), stretches_(stretches) {
     std::uint32_t all = 0, least = kNone;
     for (std::uint32_t i = threadIdx.x % 32; i < sources; i += 32) {
@@ -77,7 +77,8 @@ class RowRuns {
 // Sends this block's own share of the runs, if it is `mine`, and those that no block has begun: a warp. look_up(n): loads what the nth run
 // needs, if there is one, ahead of send(n, that). op: whose shares they are.
 template <typename LookUp, typename Send>
-__device__ inline void send_shares(const Common& k, Op op, std::uint32_t step, bool mine, const RowRuns& runs, const LookUp& look_up, const Send& send) {
+__device__ inline void send_shares(const Common& k, Op op, std::uint32_t step, bool mine, const RowRuns& runs, const LookUp& look_up,
+                                   const Send& send) {
   const std::uint32_t shares = min(gridDim.x, runs.all());
   for (std::uint32_t share = mine ? blockIdx.x : take_another_share(k, op, step, shares); share != kNone;
        share = take_another_share(k, op, step, shares)) {

@@ -8,8 +8,8 @@
 namespace pplx::cuda {
 
 // Waits, by one thread, until this rank's nth row of a source's node block is there. Returns it; null: it will not come.
-[[maybe_unused]] static __device__ __noinline__ const char* await_node_row(const DispatchArguments& a, std::uint32_t step, std::uint32_t source,
-                                                                           std::uint32_t nth) {
+[[maybe_unused]] static __device__ __noinline__ const char* await_node_row(const DispatchArguments& a, std::uint32_t step,
+                                                                           std::uint32_t source, std::uint32_t nth) {
   const Common& k = a.common;
   const std::uint32_t set = set_of(k.c, step);
   if (!wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, source), Phase::DispatchRecv, step, source)) return nullptr;

@@ -180,8 +180,8 @@ __device__ inline void write_masks(const DispatchArguments& a, std::uint32_t ste
   }
 }
 
-// Counts the rows of whole blocks that a warp's lanes have stored and awaited. entry: a lane's, as in PlanView, or kNone. Those for one peer follow
-// each other.
+// Counts the rows of whole blocks that a warp's lanes have stored and awaited. entry: a lane's, as in PlanView, or kNone. Those for
+// one peer follow each other.
 __device__ inline void count_far_rows(const DispatchArguments& a, std::uint32_t step, std::uint32_t entry) {
   const std::uint32_t peer = entry == kNone ? kNone : entry >> 20, alike = __match_any_sync(~0u, peer);
   if (peer != kNone && (alike & ((1u << threadIdx.x % 32) - 1)) == 0)
