@@ -72,7 +72,7 @@ BOUNDS: dict[str, Sizes] = {
     "decode::combine<BFloat16, true, 2>": Sizes(48128, 128, 80, 0, 0),
     "decode::dispatch<Quantised<2>, false, false>": Sizes(363520, 96, 352, 64, 56),
     "decode::dispatch<Quantised<4>, false, false>": Sizes(366592, 96, 400, 360, 276),
-    "decode::dispatch<AsIs, false, false>": Sizes(359424, 96, 368, 172, 168),
+    "decode::dispatch<AsIs, false, false>": Sizes(359424, 96, 368, 176, 180),
     "decode::combine<Float32, false, 4>": Sizes(337920, 168, 160, 0, 0),
     "decode::combine<Float16, false, 4>": Sizes(379904, 168, 176, 4, 12),
     "decode::combine<BFloat16, false, 4>": Sizes(378880, 168, 176, 4, 12),
