@@ -45,7 +45,7 @@ enum class Fault : std::uint8_t {
   CorruptCounts,       // ... impossible counts
   CorruptFlags,        // ... a release flag on a block that is no release
   CorruptPiece,        // ... another number of a piece, or of pieces
-  CorruptMask,         // ... a mask of a row without ranks, or with a rank that the node has not
+  CorruptMask,         // ... a mask that lacks its row, or with a rank that the node has not
   StaleWrite,          // a write of an earlier generation reached memory that is no longer registered
   StaleWord,           // an arrival word of an earlier generation, of a step far ahead, lay where a new one was expected
   WokeTooLate,         // a vanished rank went on after the others had reset without it

@@ -107,8 +107,11 @@ void World::damage(Fault fault, const Immediate& i, char* block) {
     case Fault::CorruptPiece: (random_.chance(0.5) ? header.piece : header.pieces) += other; break;
     default: {
       const bool mask = fault == Fault::CorruptMask;
-      const std::uint32_t word = !mask ? 0x80000000u + other : random_.chance(0.5) ? 0u : 1u << c.node_ranks;
-      std::memcpy(block + (mask ? masks_at(c) : count_at(c, network_.trap().peer)), &word, sizeof word);
+      char* const at = block + (mask ? masks_at(c) : count_at(c, network_.trap().peer));
+      std::uint32_t word = 0;
+      std::memcpy(&word, at, sizeof word);
+      word = !mask ? 0x80000000u + other : word != 0 && random_.chance(0.5) ? 0u : 1u << c.node_ranks;  // a token may have no row
+      std::memcpy(at, &word, sizeof word);
     }
   }
   std::memcpy(block, &header, sizeof header);
