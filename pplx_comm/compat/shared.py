@@ -14,7 +14,6 @@ import pplx_comm._core as _core
 from pplx_comm._version import __version__
 from pplx_comm.all_to_all import AllToAll
 from pplx_comm.communicator import Communicator
-from pplx_comm.device.cuda import is_capturing
 from pplx_comm.errors import Error
 from pplx_comm.handles import Combining, Dispatched
 from pplx_comm.log import log
@@ -156,7 +155,7 @@ class Lane:
 
     def capturing(self) -> bool:
         """True while the current stream's calls go into a CUDA graph."""
-        return self._gpu and is_capturing()
+        return self._gpu and torch.cuda.is_current_stream_capturing()
 
     def _make_room(self) -> bool:
         """Returns True while a CUDA graph is captured."""

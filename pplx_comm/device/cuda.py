@@ -27,9 +27,8 @@ _ROW_ALIGN = 16  # bytes: what a kernel's vectors want of every row
 _PLAN_ALIGN = 256  # bytes
 _MOST_KNOWN = 4096  # looks of arguments
 
-# torch.cuda.current_stream() makes an object, ten times as slow. A torch without CUDA has none of these.
+# torch.cuda.current_stream() makes an object, ten times as slow. A torch without CUDA has neither.
 raw_stream: Any = getattr(torch._C, "_cuda_getCurrentRawStream", None)
-is_capturing: Any = getattr(torch._C, "_cuda_isCurrentStreamCapturing", None)
 
 
 class DevicePlan(Plan):
