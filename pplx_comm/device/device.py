@@ -32,8 +32,8 @@ class Device(Protocol):
         """The send half, and with `halves` the receive half where one launch does both: d.received says so.
 
         apart: for as_tensors(): its tensors share no memory. zeroed: rows of d.x and d.weights that no token fills are zero.
-        unread: the rows are not read on any rank, so they need not travel. totals:
-        int32 [local experts], to which the receive half adds d.counts.
+        unread: the rows are not read on any rank, so they need not travel.
+        totals: int32 [local experts], to which the receive half adds d.counts.
         """
 
     def dispatch_recv(self, d: Dispatched) -> None: ...

@@ -179,7 +179,7 @@ class RowCarrier {
     return true;
   }
 
-  // The same for rows of a remote peer's whole block, or of a node's, where those for this rank lie among its mates'.
+  // Carries rows of a remote peer's whole block, or of a node's, where those for this rank lie among its mates'.
   static __device__ __noinline__ bool carry_far(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts e,
                                                 const RowRun run) {
     const Common& k = a.common;
