@@ -672,7 +672,7 @@ MUTANTS = [
     ),
     Mutant(
         "relays: a mask of numbers is one of ranks",
-        "src/cuda/remote/dispatch_extras.cuh",
+        "src/cuda/rounds/remote.cuh",
         "mask |= 1u << a.relays.number[rank];",
         "mask |= 1u << rank % 32;",
         "rows go to other mates than those that want them",
@@ -739,9 +739,9 @@ MUTANTS = [
     ),
     Mutant(
         "relays: a mate reads rows of parts that are not there",
-        "src/cuda/remote/dispatch_extras.cuh",
-        "const bool is_there = parts_of(k, Op::Dispatch).part_of(row) == 0;",
-        "const bool is_there = true;",
+        "src/cuda/remote/relay_dispatch.cuh",
+        "is_there = parts_of(k, Op::Dispatch).part_of(row) == 0;",
+        "is_there = true;",
         "what lay there comes in their place",
         "test_more_rows_than_a_warp_has_lanes",
         "_cuda",

@@ -199,8 +199,8 @@ MUTANTS = [
     Mutant(
         "pieces: rows that have been read leave no blank for few tokens",
         "src/cuda/large/receive.cuh",
-        "const bool blank = kRounds && slot_row < k_.showing_rows;",
-        "const bool blank = false;",
+        "const bool blank = kRounds && slot_row < k_.showing_rows, of_node",
+        "const bool blank = false, of_node",
         "a later step of few tokens takes them for its own",
         FEW,
         "_cuda",

@@ -100,21 +100,11 @@ __device__ inline void place_copies(const DispatchArguments& a, const ArrivedRow
   }
 }
 
-// Waits, by one thread, for a row whose vec16s do not show it. False: it will not come.
-template <bool kMappedOnly>
-__device__ inline bool await_row(const Common& k, std::uint32_t step, std::uint32_t source, std::uint32_t row, const char* word) {
-  if constexpr (!kMappedOnly)
-    if (is_remote(k, source)) return DispatchExtras<kMappedOnly>::await_remote_row(k, step, source, row);
-  return wait<Match::Exact>(k, word, Phase::DispatchRecv, step, source);
-}
-
 // Waits for a part of a row. False: it will not come.
-template <bool kMappedOnly>
-__device__ inline bool fetch_part(const Common& k, std::uint32_t step, std::uint32_t source, std::uint32_t row, bool shows,
-                                  ArrivedPart& part) {
+__device__ inline bool fetch_part(const Common& k, std::uint32_t step, std::uint32_t source, bool shows, ArrivedPart& part) {
   if (!shows) {
     bool good = true;
-    if (threadIdx.x % 32 == 0) good = await_row<kMappedOnly>(k, step, source, row, part.row + k.dispatch.arrival_at);
+    if (threadIdx.x % 32 == 0) good = wait<Match::Exact>(k, part.row + k.dispatch.arrival_at, Phase::DispatchRecv, step, source);
     if (!all_of_warp(good)) return false;
     part.load(k, part.wanted);
     return true;
@@ -144,13 +134,12 @@ __device__ inline bool receive_part(const DispatchArguments& a, std::uint32_t st
   const std::uint32_t number = r.at - s.rows_begin[r.source];
   const char* row = own_slot<kMappedOnly>(k, set_of(k.c, step), Op::Dispatch, r.source) + k.dispatch.row_at(number);
   const bool mapped = kMappedOnly || !is_remote(k, r.source), shows = mapped && number < s.showing[r.source];
-  const bool of_node = !mapped && has_relays(k);
   if constexpr (!kMappedOnly)
-    if (of_node && (row = DispatchExtras<kMappedOnly>::find_node_row(a, step, r.source, number)) == nullptr) return false;
+    if (!mapped && (row = DispatchExtras<kMappedOnly>::find_far_row(a, step, r.source, number)) == nullptr) return false;
   ArrivedPart part(k, row, nth);
-  if (of_node) part.load(k, part.wanted);
-  if (of_node && part.route.w != k.c.rank) part.route.x = kNowhere;  // a mate's choice
-  if (!of_node && !fetch_part<kMappedOnly>(k, step, r.source, number, shows, part)) return false;
+  if (mapped && !fetch_part(k, step, r.source, shows, part)) return false;
+  if (!mapped) part.load(k, part.wanted);
+  if (!mapped && has_relays(k) && part.route.w != k.c.rank) part.route.x = kNowhere;  // a mate's choice
   mark_stage(k, step, Stage::RowThere);
   s.placed.wait();
   if (!s.placed_all || !read_route(a, step, part.route, e, r)) return false;

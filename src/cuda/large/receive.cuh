@@ -148,72 +148,43 @@ class RowCarrier {
       return wait<Match::Exact>(k_, word, Phase::DispatchRecv, step_, source);
   }
 
-  // The next row is asked for before this one's place is looked up. slot_row: where the run lies.
+  // The next row is asked for before this one's place is looked up. slot_row: where the run lies, unless it is a remote peer's.
   __device__ bool carry_run(const RowRun& run, std::uint32_t slot_row, std::uint32_t round) const {
     const std::uint32_t lane = lane_anew(), row_bytes = k_.dispatch.row_bytes;
-    if constexpr (kFar)
-      if (is_remote(k_, run.source)) return carry_far(a_, step_, s_, e_, run);
-    char* row = own_slot<!kRounds>(k_, set_of(k_.c, step_), Op::Dispatch, run.source) + k_.dispatch.row_at(slot_row);
+    const bool far = kFar && is_remote(k_, run.source);
+    const char* row = own_slot<!kRounds>(k_, set_of(k_.c, step_), Op::Dispatch, run.source) + k_.dispatch.row_at(slot_row);
     if (kRounds && is_remote(k_, run.source)) row += k_.heap.piece_at(Op::Dispatch, round);  // a piece has its own header
+    const char* mine = row + std::uint64_t{lane} * row_bytes;
     {
       const SpanTimer waits(k_, Span::AwaitingRow);
-      const char* const word = row + std::uint64_t{lane} * row_bytes + k_.dispatch.arrival_at;
-      const bool good = lane >= run.rows || has_come(word, run.source, round);
-      if (!all_of_warp(good)) return false;
+      if (far && lane < run.rows) mine = await_far_row(a_, step_, run.source, run.first + lane);
+      if (!all_of_warp(lane >= run.rows || (far ? mine != nullptr : has_come(mine + k_.dispatch.arrival_at, run.source, round)))) return false;
     }
     mark_stage(k_, step_, Stage::RowThere);
+    if (far) row = of_lane(mine, 0);
     RowEnd end = load_end(row);
     uint4 v[kVectors];
 #pragma unroll
     for (std::uint32_t j = 0; j < kVectors; ++j)
       if (16 * lane + 512 * j < k_.payload_bytes) v[j] = load_arrived(row + 16 * lane + 512 * j);
     if (!await_places(k_, s_)) return false;
-    const bool blank = kRounds && slot_row < k_.showing_rows;
-    for (std::uint32_t i = 0; i < run.rows; ++i, row += row_bytes) {
-      const RowEnd its_end = end;
-      char* const next = i + 1 < run.rows ? row + row_bytes : nullptr;
+    const bool blank = kRounds && slot_row < k_.showing_rows, of_node = far && has_relays(k_);
+    for (std::uint32_t i = 0; i < run.rows; ++i) {
+      RowEnd its_end = end;
+      if (of_node && end.route.w != k_.c.rank) its_end.route.x = kNowhere;  // a mate's choice
+      const char* next = nullptr;
+      if (i + 1 < run.rows) next = kFar ? of_lane(mine, static_cast<int>(i + 1)) : row + row_bytes;
       if (next != nullptr) end = load_end(next);
-      if (!carry_row(run.source, run.first + i, its_end, row, next, v, kRounds ? blank : run.first + i < k_.showing_rows)) return false;
+      if (!carry_row(run.source, run.first + i, its_end, row, next, v, kRounds ? blank : !far && run.first + i < k_.showing_rows)) return false;
+      row = next;
     }
     mark_stage(k_, step_, Stage::RowPlaced);
     return true;
   }
 
-  // Carries rows of a remote peer's whole block, or of a node's, where those for this rank lie among its mates'.
-  static __device__ __noinline__ bool carry_far(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts e,
-                                                const RowRun run) {
-    const Common& k = a.common;
-    const RowCarrier carrier(a, step, s, nullptr, e);
-    const std::uint32_t lane = lane_anew();
-    const bool of_node = has_relays(k);
-    const char* mine = own_slot(k, set_of(k.c, step), Op::Dispatch, run.source) + k.dispatch.row_at(run.first + lane);
-    {
-      const SpanTimer waits(k, Span::AwaitingRow);
-      const auto comes = [&] { return row_was_passed_on(k, step, Op::Dispatch, Phase::DispatchRecv, run.source, run.first + lane); };
-      if (lane < run.rows && of_node) mine = await_node_row(a, step, run.source, run.first + lane);
-      if (!all_of_warp(lane >= run.rows || (of_node ? mine != nullptr : comes()))) return false;
-    }
-    mark_stage(k, step, Stage::RowThere);
-    if (!await_places(k, s)) return false;
-    const char* row = of_lane(mine, 0);
-    uint4 v[kVectors];
-#pragma unroll
-    for (std::uint32_t j = 0; j < kVectors; ++j)
-      if (16 * lane + 512 * j < k.payload_bytes) v[j] = load_arrived(row + 16 * lane + 512 * j);
-    for (std::uint32_t i = 0; i < run.rows; ++i) {
-      RowEnd end = carrier.load_end(row);
-      if (of_node && end.route.w != k.c.rank) end.route.x = kNowhere;  // a mate's choice
-      const char* const next = i + 1 < run.rows ? of_lane(mine, static_cast<int>(i + 1)) : nullptr;
-      if (!carrier.carry_row(run.source, run.first + i, end, const_cast<char*>(row), next, v, false)) return false;
-      row = next;
-    }
-    mark_stage(k, step, Stage::RowPlaced);
-    return true;
-  }
-
   // v: the first of the row's vectors; then those of the next one, unless that is null. blank: a later step of few tokens has a row there that
   // shows by itself.
-  __device__ bool carry_row(std::uint32_t source, std::uint32_t number, const RowEnd& end, char* row, const char* next, uint4 (&v)[kVectors],
+  __device__ bool carry_row(std::uint32_t source, std::uint32_t number, const RowEnd& end, const char* row, const char* next, uint4 (&v)[kVectors],
                             bool blank) const {
     const SpanTimer places(k_, Span::Placing);
     ArrivedRow r;
@@ -266,17 +237,18 @@ class RowCarrier {
   }
 
   // This lane has read all of it.
-  __device__ void make_part_blank(char* row, std::uint32_t begin) const {
+  __device__ void make_part_blank(const char* row, std::uint32_t begin) const {
     const std::uint32_t at = begin + lane_anew() * 16;
 #pragma unroll
     for (std::uint32_t j = 0; j < kVectors; ++j)
-      if (at + 512 * j < k_.payload_bytes) make_blank(row + at + 512 * j);
+      if (at + 512 * j < k_.payload_bytes) make_blank(const_cast<char*>(row) + at + 512 * j);
   }
 
   // vec16: this lane's. Few rows have more than a warp has lanes.
-  __device__ void place_scales(const ArrivedRow& r, std::uint32_t copies, const uint4& vec16, char* row, bool blank) const {
+  __device__ void place_scales(const ArrivedRow& r, std::uint32_t copies, const uint4& vec16, const char* row, bool blank) const {
     const std::uint32_t lane = lane_anew();
-    char *const mine = r.out_row != kNone ? scale_place(a_, r.out_row, r.expert) : nullptr, *const scales = row + k_.dispatch.scales_at;
+    char* const mine = r.out_row != kNone ? scale_place(a_, r.out_row, r.expert) : nullptr;
+    const char* const scales = row + k_.dispatch.scales_at;
 #pragma unroll 1
     for (; copies != 0; copies &= copies - 1) {
       char* const to = of_lane(mine, __ffs(static_cast<int>(copies)) - 1);
@@ -286,7 +258,7 @@ class RowCarrier {
         place_scale(a_, to, load_arrived(scales + 16 * nth), nth);
     }
 #pragma unroll 1
-    for (std::uint32_t nth = lane; blank && nth < k_.scale_vec16s; nth += 32) make_blank(scales + 16 * nth);
+    for (std::uint32_t nth = lane; blank && nth < k_.scale_vec16s; nth += 32) make_blank(const_cast<char*>(scales) + 16 * nth);
   }
 
   const DispatchArguments& a_;

@@ -16,17 +16,11 @@ struct DispatchExtras<false> {
   __device__ static bool may_write_blocks(const Common& k, std::uint32_t step) { return may_write_all(k, step, Op::Dispatch); }
   // Writes the masks of a node block, by the senders of a thread block.
   __device__ static __noinline__ void write_masks(const DispatchArguments& a, std::uint32_t peer, std::uint32_t* masks) {
-    const Common& k = a.common;
-    for (std::uint32_t own = threadIdx.x; own < a.own; own += kSenders) {
-      std::uint32_t mask = 0;
-#pragma unroll 4
-      for (std::uint32_t i = own * k.c.top_k; i < (own + 1) * k.c.top_k; ++i) {
-        const std::int32_t id = a.ids == nullptr ? a.plan.ids[i] : valid_id<false>(a, load_raw_id(a, choice_at<false>(k, i)));
-        const std::uint32_t rank = id < 0 ? 0 : k.per_rank.divide(static_cast<std::uint32_t>(id));
-        if (id >= 0 && a.relays.rep[rank] == peer) mask |= 1u << a.relays.number[rank];
-      }
-      masks[own] = mask;
-    }
+    for (std::uint32_t own = threadIdx.x; own < a.own; own += kSenders)
+      masks[own] = mask_for(a, peer, [&](std::uint32_t i) {
+        const std::uint32_t choice = own * a.common.c.top_k + i;
+        return a.ids == nullptr ? a.plan.ids[choice] : valid_id<false>(a, load_raw_id(a, choice_at<false>(a.common, choice)));
+      });
   }
   // Writes a remote peer's header, with its counts. A warp that stores a row of its block counts that row.
   __device__ static void write_header(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, const SendShared& s,
@@ -67,24 +61,14 @@ struct DispatchExtras<false> {
       if (rows != 0) count_rows(k, step, Op::Dispatch, peer, unit.first_row[peer], rows, RowsOfBlock(a.plan.rows + peer));
     }
   }
-  __device__ static bool await_remote_row(const Common& k, std::uint32_t step, std::uint32_t source, std::uint32_t row) {
-    return row_was_passed_on(k, step, Op::Dispatch, Phase::DispatchRecv, source, row);
-  }
   __device__ static void pass_on(const DispatchArguments& a, std::uint32_t step) {
     has_relays(a.common) ? pass_on_nodes(a, step) : pass_on_dispatches(a, step);
   }
-  // Waits until this rank's nth row of a source's node block is there. Returns it; null: it will not come.
-  __device__ static const char* find_node_row(const DispatchArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t nth) {
-    const Common& k = a.common;
-    const std::uint32_t set = set_of(k.c, step);
-    const bool good = threadIdx.x % 32 != 0 ||
-                      wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, source), Phase::DispatchRecv, step, source);
-    if (!all_of_warp(good)) return nullptr;
-    const std::uint32_t row = __ldcg(rows_of_mate(k, a.relays, set, source, a.relays.number[k.c.rank]) + nth);
-    const bool is_there = parts_of(k, Op::Dispatch).part_of(row) == 0;  // with what tells of the numbers
-    const auto comes = [&] { return row_was_passed_on(k, step, Op::Dispatch, Phase::DispatchRecv, source, row); };
-    if (!is_there && !all_of_warp(threadIdx.x % 32 != 0 || comes())) return nullptr;
-    return node_block(k, a.relays, set, Op::Dispatch, source) + k.dispatch.row_at(row);
+  // As await_far_row(), by a warp.
+  __device__ static const char* find_far_row(const DispatchArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t nth) {
+    const char* row = nullptr;
+    if (threadIdx.x % 32 == 0) row = await_far_row(a, step, source, nth);
+    return of_lane(row, 0);
   }
   // Tells a replica, or this rank's comparing block, what replicas must have in common: tokens, and a digest of all their ids.
   __device__ static __noinline__ void tell_replica(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, SendShared& s) {

@@ -7,16 +7,23 @@
 
 namespace pplx::cuda {
 
-// Waits, by one thread, until this rank's nth row of a source's node block is there. Returns it; null: it will not come.
-[[maybe_unused]] static __device__ __noinline__ const char* await_node_row(const DispatchArguments& a, std::uint32_t step,
-                                                                           std::uint32_t source, std::uint32_t nth) {
+// Waits, by one thread, until this rank's nth row of a remote source is there: of its block, or of a node's, where it lies among its mates'.
+// Returns it; null: it will not come.
+[[maybe_unused]] static __device__ __noinline__ const char* await_far_row(const DispatchArguments& a, std::uint32_t step,
+                                                                          std::uint32_t source, std::uint32_t nth) {
   const Common& k = a.common;
   const std::uint32_t set = set_of(k.c, step);
-  if (!wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, source), Phase::DispatchRecv, step, source)) return nullptr;
-  const std::uint32_t row = __ldcg(rows_of_mate(k, a.relays, set, source, a.relays.number[k.c.rank]) + nth);
-  const bool is_there = parts_of(k, Op::Dispatch).part_of(row) == 0;  // with what tells of the numbers
+  std::uint32_t row = nth;
+  const char* block = own_slot(k, set, Op::Dispatch, source);
+  bool is_there = false;
+  if (has_relays(k)) {
+    if (!wait<Match::Reached>(k, arrival(k, step, Signal::Dispatch, source), Phase::DispatchRecv, step, source)) return nullptr;
+    row = __ldcg(rows_of_mate(k, a.relays, set, source, a.relays.number[k.c.rank]) + nth);
+    block = node_block(k, a.relays, set, Op::Dispatch, source);
+    is_there = parts_of(k, Op::Dispatch).part_of(row) == 0;  // with what tells of the numbers
+  }
   if (!is_there && !row_was_passed_on(k, step, Op::Dispatch, Phase::DispatchRecv, source, row)) return nullptr;
-  return node_block(k, a.relays, set, Op::Dispatch, source) + k.dispatch.row_at(row);
+  return block + k.dispatch.row_at(row);
 }
 
 // Returns how many of the step's sources were claimed before, or kNone in a graph from before a reset: what they are of is gone.

@@ -146,17 +146,26 @@ static __device__ __noinline__ void count_tokens_of_round(const DispatchArgument
   count_tokens_of_round(a, step, 0, kRoundBefore);
 }
 
+// Returns which ranks of the node that a peer stands for get a token. id_of(i): its ith choice.
+template <typename IdOf>
+__device__ inline std::uint32_t mask_for(const DispatchArguments& a, std::uint32_t peer, const IdOf& id_of) {
+  std::uint32_t mask = 0;
+#pragma unroll 4
+  for (std::uint32_t i = 0; i < a.common.c.top_k; ++i) {
+    const std::int32_t id = id_of(i);
+    const std::uint32_t rank = id < 0 ? 0 : a.common.per_rank.divide(static_cast<std::uint32_t>(id));
+    if (id >= 0 && a.relays.rep[rank] == peer) mask |= 1u << a.relays.number[rank];
+  }
+  return mask;
+}
+
 // Writes a token's masks to the blocks of all nodes: one thread. ids: its choices.
 __device__ inline void write_masks(const DispatchArguments& a, std::uint32_t step, std::uint32_t own, const std::int32_t* ids) {
   const Common& k = a.common;
   for (std::uint64_t peers = k.remote & ~k.dead & ~a.relays.skipped; peers != 0; peers &= peers - 1) {
     const std::uint32_t peer = lowest_rank(peers);
-    std::uint32_t mask = 0;
-    for (std::uint32_t i = 0; i < k.c.top_k; ++i) {
-      const std::uint32_t rank = ids[i] < 0 ? 0 : k.per_rank.divide(static_cast<std::uint32_t>(ids[i]));
-      if (ids[i] >= 0 && a.relays.rep[rank] == peer) mask |= 1u << a.relays.number[rank];
-    }
-    reinterpret_cast<std::uint32_t*>(block_for(k, set_of(k.c, step), Op::Dispatch, peer) + masks_at(k.c))[own] = mask;
+    char* const block = block_for(k, set_of(k.c, step), Op::Dispatch, peer);
+    reinterpret_cast<std::uint32_t*>(block + masks_at(k.c))[own] = mask_for(a, peer, [&](std::uint32_t i) { return ids[i]; });
   }
 }
 
