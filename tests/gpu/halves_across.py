@@ -30,11 +30,27 @@ import torch  # noqa: E402
 import pplx_comm as pc  # noqa: E402
 
 HIDDEN, TOP_K, WARM, MEASURED = 7168, 8, 4, 10
-BEHIND = 600_000
-"""Cycles of a kernel in front, during which the calling thread launches what is measured."""
+BEHIND = 4_000_000
+"""Cycles of a kernel of rank 0's in front of all, during which every rank's thread launches what is measured."""
 
 
-def measure(me: Any, tokens: int, num_sms: int, arguments: argparse.Namespace) -> dict[str, float]:
+class Gate:
+    """Where the GPU work of all ranks begins at once."""
+
+    event: torch.cuda.Event
+
+    def close(self, me: Any, stream: torch.cuda.Stream) -> None:
+        """What each rank launches on its stream waits for the gate, which rank 0 opens some milliseconds later."""
+        me.comm.barrier()
+        if me.rank == 0:
+            self.event = torch.cuda.Event()
+            torch.cuda._sleep(BEHIND)
+            self.event.record(stream)
+        me.comm.barrier()
+        stream.wait_event(self.event)
+
+
+def measure(me: Any, tokens: int, num_sms: int, gate: Gate, arguments: argparse.Namespace) -> dict[str, float]:
     device = gpu_cases.gpu_of(me)
     experts, generator = 32 * me.world_size, torch.Generator().manual_seed(me.rank)
     ids = torch.stack([torch.randperm(experts, generator=generator)[:TOP_K] for _ in range(tokens)]).to(device)
@@ -51,7 +67,7 @@ def measure(me: Any, tokens: int, num_sms: int, arguments: argparse.Namespace) -
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
         me.comm.barrier()
         time.sleep(0.02)  # rows of the other ranks come
-        torch.cuda._sleep(BEHIND)
+        gate.close(me, stream)
         begin.record(stream)
         made = call()
         end.record(stream)
@@ -94,7 +110,8 @@ def main() -> None:
     copies.copying()
     for tokens in map(int, arguments.tokens.split(",")):
         for num_sms in map(int, arguments.num_sms.split(",")):
-            times = copies.run(ranks, lambda me, t=tokens, s=num_sms: measure(me, t, s, arguments))  # type: ignore[misc]
+            gate = Gate()
+            times = copies.run(ranks, lambda me, t=tokens, s=num_sms, g=gate: measure(me, t, s, g, arguments))  # type: ignore[misc]
             worst = "  ".join(f"{name} {max(rank[name] for rank in times):.0f}" for name in times[0])
             print(f"{tokens} tokens on {num_sms or 'all'}: {worst}", flush=True)
 

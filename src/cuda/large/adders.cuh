@@ -32,6 +32,7 @@ inline constexpr std::uint8_t kRowsShow = 4;  // the row that is sent shows by i
 inline constexpr std::uint8_t kNoMore = 8;
 inline constexpr std::uint8_t kEndsNode = 16;  // the last row of a node
 inline constexpr std::uint8_t kCodes = 32;  // the row came as codes, with scales behind those of a whole part
+inline constexpr std::uint8_t kLeavesAsIs = 64;  // a row to send that is no sum: adders leave it where it came to
 
 // Bytes of the codes and of the scales of these numbers: copies are of whole vectors.
 constexpr std::uint32_t bytes_of_codes(std::uint32_t numbers) { return ceil_div(numbers, 16) * 16; }

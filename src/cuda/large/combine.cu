@@ -50,8 +50,9 @@ struct Teams {
   using Adders = std::conditional_t<kExtras, AddersOf<kWideAdders, kVectorsOfWide>, AddersOf<kAddersOfTeam, kVectorsOfTeam>>;
   static constexpr std::uint32_t kOfTeam = Adders::kWarps, kSendDealer = 2 * kOfTeam, kSumDealer = kSendDealer + 1;
   static constexpr std::uint32_t kTeller = kSumDealer + 1, kHerald = kTeller + kExtras;
-  // The team that sends meets there when it is done: rows that it receives come to memory that rows to send were in.
-  static constexpr std::uint32_t kInSendingTeam = 1, kSendingTeam = 32 * (kOfTeam + 1);
+  // The team that sends meets there when it is done: rows that it receives come to memory that rows to send were in. Where some leave as
+  // they are, so does the teller.
+  static constexpr std::uint32_t kInSendingTeam = 1, kSendingTeam = 32 * (kOfTeam + 1 + kExtras);
   static constexpr std::uint32_t kThreads = 32 * (kHerald + 1), kBytes = 2 * kPartsOfTeam * kDealtPart + kOutBytes;
 
   struct Shared : CombineShared {
@@ -89,7 +90,8 @@ struct Teams {
       work_as_herald(a, step, s);
     } else if (warp == kTeller) {
       if (!kExtras && a.send) begin_to_send(a, step, s);
-      if (sends) SendTeller<kExtras>(a, step, s, s.out, out).tell_all();
+      if (sends) SendTeller<kExtras>(a, step, s, s.out).tell_all();
+      if (kExtras && sends) barrier_sync<kSendingTeam>(kInSendingTeam);
     } else if (dealer) {
       if (sends && team == 0) {
         if (a.send) s.claimed.wait();

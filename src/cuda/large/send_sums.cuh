@@ -12,9 +12,11 @@ namespace pplx::cuda {
 inline constexpr std::uint32_t kOutBytes = kPartsOut * kDealtPart;
 inline constexpr std::uint16_t kOfAnswer = 0xffff;  // in place of a round: a run of a relay's answer
 
-// A part of a sum, on its way out.
+// A part of a sum, or of a row as it is, on its way out.
 struct PartOut {
   char* to = nullptr;  // null: there are no more
+  const char* from = nullptr;
+  std::uint64_t* used = nullptr;  // turns of the place that it has come to, if it stayed there
   std::uint32_t at = 0, bytes = 0;  // where in the row, and how many
   RunEnd run;  // the run that ends with this part
 };
@@ -129,7 +131,7 @@ class SendDealer : RowDealer {
         const std::uint32_t bytes = min(part_, k_.row_bytes - dealt.at);
         const bool ends = i + 1 == run.rows && dealt.at + part_ >= k_.row_bytes;
         dealt.to = rows + std::uint64_t{i} * k_.combine.row_bytes + dealt.at;
-        dealt.what = by_word ? 0 : kRowsShow;
+        dealt.what = !by_word ? kRowsShow : compact() && inputs != 0 ? kLeavesAsIs : 0;
         if (ends) dealt.run = end;
         if (inputs == 0) add(0, dealt, nullptr, 0);
         for (std::uint32_t bits = inputs; bits != 0; bits &= bits - 1) add(__ffs(static_cast<int>(bits)) - 1, dealt, from + dealt.at, bytes);
@@ -207,7 +209,7 @@ class SendDealer : RowDealer {
 template <typename T, typename Adders, bool kExtras>
 class SendAdder : RowAdder<Adders> {
   using Base = RowAdder<Adders>;
-  using Base::a_, Base::k_, Base::step_, Base::number_, Base::part_, Base::kVectors;
+  using Base::a_, Base::k_, Base::step_, Base::ring_, Base::memory_, Base::number_, Base::part_, Base::place_, Base::kVectors;
   using Base::at, Base::lane, Base::leave, Base::look;
 
  public:
@@ -221,13 +223,26 @@ class SendAdder : RowAdder<Adders> {
     for (;;) {
       const DealtRow first = look();
       if ((first.what & kNoMore) != 0) break;
-      add_part(first);
+      if (kExtras && (first.what & kLeavesAsIs) != 0)
+        pass_on(first);
+      else
+        add_part(first);
     }
     await_place();
     fill({});
   }
 
  private:
+  // The teller gives the place back, for the first adder.
+  __device__ void pass_on(const DealtRow& row) {
+    await_place();
+    fill({row.to, memory_ + place_.at * part_, ring_.used + place_.at, row.at, min(part_, k_.row_bytes - row.at), row.run});
+    if (number_ == 0)
+      place_.next();
+    else
+      leave();
+  }
+
   __device__ void add_part(const DealtRow& first) {
     const std::uint32_t bytes = min(part_, k_.row_bytes - first.at);
     if (first.own == 0) leave();
@@ -243,7 +258,7 @@ class SendAdder : RowAdder<Adders> {
       const std::uint32_t element = first.at * T::kPerVector / 16;
       auto* const scales = reinterpret_cast<float*>(first.to - element + a_.relays.answer.scales_at) + element / scale_block(Wire::FP8);
       store_codes(sums, [&](int j) { return at(j); }, bytes, to, scales);
-      return fill({first.to, first.at, bytes_of_codes(bytes * T::kPerVector / 16), first.run});
+      return fill({first.to, to, nullptr, first.at, bytes_of_codes(bytes * T::kPerVector / 16), first.run});
     }
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) {
@@ -254,7 +269,7 @@ class SendAdder : RowAdder<Adders> {
       else
         store16(to + at(j), v);
     }
-    if (!shows) fill({first.to, first.at, bytes, first.run});
+    if (!shows) fill({first.to, to, nullptr, first.at, bytes, first.run});
     mark_stage(k_, step_, Stage::Sent);
   }
 
@@ -281,12 +296,12 @@ class SendAdder : RowAdder<Adders> {
 template <bool kExtras>
 class SendTeller {
  public:
-  __device__ SendTeller(const CombineArguments& a, std::uint32_t step, const CombineShared& s, PartsOut& parts, const char* out)
-      : k_(a.common), p_(a.pieces), relays_(a.relays), step_(step), s_(s), parts_(parts), out_(out), part_(min(k_.row_bytes, kDealtPart)) {}
+  __device__ SendTeller(const CombineArguments& a, std::uint32_t step, const CombineShared& s, PartsOut& parts)
+      : k_(a.common), p_(a.pieces), relays_(a.relays), step_(step), s_(s), parts_(parts) {}
 
   __device__ void tell_all() {
     const SpanTimer all(k_, Span::SendingSums);
-    const std::uint32_t on_their_way = senders_of(gridDim.x, part_, kPartsOut - 1);
+    const std::uint32_t on_their_way = senders_of(gridDim.x, min(k_.row_bytes, kDealtPart), kPartsOut - 1);
     for (;; ++begun_) {
       std::uint64_t* const filled = parts_.filled + begun_ % kPartsOut;
       const std::uint32_t turn = begun_ / kPartsOut;
@@ -298,7 +313,7 @@ class SendTeller {
       const SpanTimer stores(k_, Span::StoringSums);
       fuzz_delay(k_, std::uint64_t{step_} << 32 | part.at);
       if (threadIdx.x % 32 == 0) {
-        bulk_store(part.to, out_ + begun_ % kPartsOut * part_, part.bytes);
+        bulk_store(part.to, part.from, part.bytes);
         bulk_end_group();
       }
       if (on_their_way == 1)
@@ -319,6 +334,7 @@ class SendTeller {
     for (; arrived_ + kBut < begun_ + more; ++arrived_) {
       const PartOut part = parts_.parts[arrived_ % kPartsOut];
       mbarrier_arrive_of_warp(parts_.sent + arrived_ % kPartsOut);
+      if (kExtras && part.used != nullptr) mbarrier_arrive_of_warp(part.used);
       if (part.run.rows != 0) tell(part);
     }
   }
@@ -357,8 +373,6 @@ class SendTeller {
   const std::uint32_t step_;
   const CombineShared& s_;
   PartsOut& parts_;
-  const char* const out_;
-  const std::uint32_t part_;
   std::uint32_t begun_ = 0, arrived_ = 0;  // parts
 };
 
