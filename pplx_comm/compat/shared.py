@@ -43,10 +43,10 @@ class Step:
 
     __slots__ = ("_combining", "captured", "d", "lane", "then")
 
-    def __init__(self, lane: Lane, d: Dispatched, captured: bool) -> None:
-        """captured: a CUDA graph has its dispatch."""
+    def __init__(self, lane: Lane, d: Dispatched) -> None:
         self.lane = lane
-        self.captured = captured
+        self.captured = d.step == 0
+        """True if a CUDA graph has its dispatch."""
         self.d: Dispatched | None = d
         self.then: Callable[[], None] | None = None
         self._combining: Combining | None = None
@@ -140,33 +140,31 @@ class Lane:
     ) -> Step:
         """A step takes the memory of the one `IN_FLIGHT` before it, which ends first: on all ranks alike, since they make the same
         calls."""
-        captured = self._make_room()
+        self._make_room()
         d = self.a2a.calls.dispatch(_core.SEND if send_only else _core.BOTH, (x, ids, weights, x_scale, None), totals=totals)
-        step = Step(self, d, captured)
-        self.steps.append(step)
-        return step
+        return self._keep(d)
 
     def open_for_combine(self, ids: torch.Tensor) -> Step:
         """A step without rows."""
-        captured = self._make_room()
-        step = Step(self, self.a2a.open_for_combine(ids), captured)
-        self.steps.append(step)
-        return step
+        self._make_room()
+        return self._keep(self.a2a.open_for_combine(ids))
 
     def capturing(self) -> bool:
         """True while the current stream's calls go into a CUDA graph."""
         return self._gpu and torch.cuda.is_current_stream_capturing()
 
-    def _make_room(self) -> bool:
-        """Returns True while a CUDA graph is captured."""
-        captured = self.capturing()
-        if captured:
-            self.captured = True
+    def _make_room(self) -> None:
         if len(self.steps) == IN_FLIGHT:
             if self.steps[0].d is not None:
                 self.steps[0].end()
             self.steps.popleft()
-        return captured
+
+    def _keep(self, d: Dispatched) -> Step:
+        step = Step(self, d)
+        if step.captured:
+            self.captured = True
+        self.steps.append(step)
+        return step
 
     def end_older(self, step: Step) -> None:
         """Blocks in pieces are combined in the order of their steps, so older steps end. Their handles open new ones."""

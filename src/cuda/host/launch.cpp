@@ -194,7 +194,7 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
   const std::uint32_t step = here.eager() ? steps_.open() : steps_.next();
   if (here.eager()) traced.of(step);
   here.open(launch.buffer, here.eager() ? step : step + before, a.recv);
-  return step;
+  return here.eager() ? step : 0;
 }
 
 std::vector<ExplainedLaunch> Exchange::explain(std::uint32_t tokens) const {
