@@ -40,7 +40,7 @@ class Gate:
     event: torch.cuda.Event
 
     def close(self, me: Any, stream: torch.cuda.Stream) -> None:
-        """What each rank launches on its stream waits for the gate, which rank 0 opens some milliseconds later."""
+        """Lets all that a rank launches on its stream wait for the gate, which rank 0 opens some milliseconds later."""
         me.comm.barrier()
         if me.rank == 0:
             self.event = torch.cuda.Event()
