@@ -68,6 +68,7 @@ struct DispatchExtras<false> {
   __device__ static const char* find_far_row(const DispatchArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t nth) {
     const char* row = nullptr;
     if (threadIdx.x % 32 == 0) row = await_far_row(a, step, source, nth);
+    __syncwarp();  // every lane sees what the first one has waited for
     return of_lane(row, 0);
   }
   // Tells a replica, or this rank's comparing block, what replicas must have in common: tokens, and a digest of all their ids.
