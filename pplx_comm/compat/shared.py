@@ -14,6 +14,7 @@ import pplx_comm._core as _core
 from pplx_comm._version import __version__
 from pplx_comm.all_to_all import AllToAll
 from pplx_comm.communicator import Communicator
+from pplx_comm.device.arguments import ORDINARY, How
 from pplx_comm.errors import Error
 from pplx_comm.handles import Combining, Dispatched
 from pplx_comm.log import log
@@ -141,7 +142,8 @@ class Lane:
         """A step takes the memory of the one `IN_FLIGHT` before it, which ends first: on all ranks alike, since they make the same
         calls."""
         self._make_room()
-        d = self.a2a.calls.dispatch(_core.SEND if send_only else _core.BOTH, (x, ids, weights, x_scale, None), totals=totals)
+        how = ORDINARY if totals is None else How(totals=totals)
+        d = self.a2a.calls.dispatch(_core.SEND if send_only else _core.BOTH, (x, ids, weights, x_scale, None), how)
         return self._keep(d)
 
     def open_for_combine(self, ids: torch.Tensor) -> Step:

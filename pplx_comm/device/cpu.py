@@ -11,7 +11,7 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 
 import pplx_comm._core as _core
-from pplx_comm.device.arguments import Returned, Rows, Sent
+from pplx_comm.device.arguments import ORDINARY, How, Returned, Rows, Sent
 from pplx_comm.device.checks import Checks
 from pplx_comm.device.failing import Failing
 from pplx_comm.device.held import Held
@@ -135,19 +135,10 @@ class Cpu:
     # ---- dispatch ----------------------------------------------------------------------------------------------------
 
     @_awaited
-    def dispatch(
-        self,
-        owner: Owner,
-        halves: int,
-        sent: Sent,
-        apart: bool = False,
-        zeroed: bool = False,
-        unread: bool = False,
-        totals: torch.Tensor | None = None,
-    ) -> Dispatched:
+    def dispatch(self, owner: Owner, halves: int, sent: Sent, how: How = ORDINARY) -> Dispatched:
         core, (x, _, _, x_scale, plan) = self.core, sent
-        if totals is not None:
-            self.checks.totals(totals)
+        if how.totals is not None:
+            self.checks.totals(how.totals)
         plan = self._make_plan(owner, sent) if plan is None else self.checks.plan(owner, sent, core.generation)
         assert isinstance(plan, CpuPlan)
         weights = plan.topk_weights
@@ -167,10 +158,10 @@ class Cpu:
                 ),
             )
             d = CpuDispatched(plan, step, (x, weights, x_scale), memory)
-            d.zeroed, d.totals = zeroed, totals
-            if self._hooks is not None and not apart:
+            d.zeroed, d.totals = how.zeroed, how.totals
+            if self._hooks is not None and not how.apart:
                 d.hooks = Hooks(torch.zeros(self._hooks.words, dtype=torch.uint32), self._hooks)
-                d.filled = self._outputs.fill(d, memory, zeroed)
+                d.filled = self._outputs.fill(d, memory, how.zeroed)
         return d
 
     def _make_plan(self, owner: Owner, sent: Sent) -> CpuPlan:

@@ -10,7 +10,7 @@ import torch
 
 import pplx_comm._core as _core
 from pplx_comm import trace
-from pplx_comm.device.arguments import Returned, Rows, Sent
+from pplx_comm.device.arguments import ORDINARY, How, Returned, Rows, Sent
 from pplx_comm.device.checks import Checks
 from pplx_comm.device.parts import TENSORS, Tickets, parts_of
 from pplx_comm.device.session import Session
@@ -216,18 +216,10 @@ class Cuda:
 
     # ---- dispatch ----------------------------------------------------------------------------------------------------
 
-    def dispatch(
-        self,
-        owner: Owner,
-        halves: int,
-        sent: Sent,
-        apart: bool = False,
-        zeroed: bool = False,
-        unread: bool = False,
-        totals: torch.Tensor | None = None,
-    ) -> Dispatched:
+    def dispatch(self, owner: Owner, halves: int, sent: Sent, how: How = ORDINARY) -> Dispatched:
         """apart: the rows have memory of their own, and so has the plan. zeroed is for those only."""
         generation = self.core.generation
+        apart, zeroed, unread, totals = how
         plan: Any
         x, topk_ids, weights, x_scale, plan = sent
         if plan is None:

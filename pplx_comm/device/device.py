@@ -6,7 +6,7 @@ from typing import Any, Protocol
 
 import torch
 
-from pplx_comm.device.arguments import Returned, Rows, Sent
+from pplx_comm.device.arguments import ORDINARY, How, Returned, Rows, Sent
 from pplx_comm.device.checks import Checks
 from pplx_comm.device.parts import Tickets
 from pplx_comm.handles import Combined, Combining, Dispatched, Owner, Plan
@@ -19,22 +19,8 @@ class Device(Protocol):
     """_core.Exchange or _cuda.Exchange."""
     checks: Checks
 
-    def dispatch(
-        self,
-        owner: Owner,
-        halves: int,
-        sent: Sent,
-        apart: bool = False,
-        zeroed: bool = False,
-        unread: bool = False,
-        totals: torch.Tensor | None = None,
-    ) -> Dispatched:
-        """The send half, and with `halves` the receive half where one launch does both: d.received says so.
-
-        apart: for as_tensors(): its tensors share no memory. zeroed: rows of d.x and d.weights that no token fills are zero.
-        unread: the rows are not read on any rank, so they need not travel.
-        totals: int32 [local experts], to which the receive half adds d.counts.
-        """
+    def dispatch(self, owner: Owner, halves: int, sent: Sent, how: How = ORDINARY) -> Dispatched:
+        """The send half, and with `halves` the receive half where one launch does both: d.received says so."""
 
     def dispatch_recv(self, d: Dispatched) -> None: ...
 

@@ -15,7 +15,7 @@ import pplx_comm._core as _core
 from pplx_comm.control import deadlines
 from pplx_comm.control.callbacks import Busy
 from pplx_comm.control.failure import Failure
-from pplx_comm.device.arguments import Returned, Sent
+from pplx_comm.device.arguments import ORDINARY, How, Returned, Sent
 from pplx_comm.device.device import Device
 from pplx_comm.device.failing import Failing
 from pplx_comm.device.session import Session
@@ -71,15 +71,7 @@ class Steps:
     # ---- the calls -------------------------------------------------------------------------------------------------------
 
     @_ranged
-    def dispatch(
-        self,
-        halves: int,
-        sent: Sent,
-        apart: bool = False,
-        zeroed: bool = False,
-        unread: bool = False,
-        totals: torch.Tensor | None = None,
-    ) -> Dispatched:
+    def dispatch(self, halves: int, sent: Sent, how: How = ORDINARY) -> Dispatched:
         """See Device.dispatch."""
         device = self.device
         life = self._life
@@ -91,14 +83,14 @@ class Steps:
         except BaseException:
             with self._checking:
                 raise
-        d = device.dispatch(self, halves, sent, apart, zeroed, unread, totals)
+        d = device.dispatch(self, halves, sent, how)
         return d if d.received or not halves & _core.RECV else self.dispatch_recv(d)
 
     def open_for_combine(self, topk_ids: torch.Tensor) -> Dispatched:
         """See AllToAll.open_for_combine."""
         session = self.session
         x = torch.empty((len(topk_ids), session.hidden), dtype=session.dtype, device=session.device)
-        return self.dispatch(_core.BOTH, (x, topk_ids, None, None, None), unread=True)
+        return self.dispatch(_core.BOTH, (x, topk_ids, None, None, None), How(unread=True))
 
     @_ranged
     def dispatch_recv(self, d: Dispatched) -> Dispatched:

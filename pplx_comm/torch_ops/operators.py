@@ -26,6 +26,7 @@ import torch
 from torch._higher_order_ops.effects import _EffectType, _register_effectful_op
 
 import pplx_comm._core as _core
+from pplx_comm.device.arguments import How
 from pplx_comm.device.failing import Failing
 from pplx_comm.device.steps import Steps
 from pplx_comm.errors import Error
@@ -117,7 +118,7 @@ def _dispatch(
     steps = _steps(spec)
     device = steps.device
     known = None if plan is None else device.of_plan_ticket(steps, plan, x.shape[0])
-    d = steps.dispatch(_core.BOTH, (x, topk_ids, topk_weights, x_scale, known), apart=True, zeroed=zeroed)
+    d = steps.dispatch(_core.BOTH, (x, topk_ids, topk_weights, x_scale, known), How(apart=True, zeroed=zeroed))
     with Failing(steps.session, "dispatch"):  # only this call can close the step
         outputs = *device.as_tensors(d), _nothing(x) if plan is not None else device.plan_ticket(d.plan)
     if closed:

@@ -25,6 +25,7 @@ from reference import Tokens, same_bits
 
 import pplx_comm as pc
 from pplx_comm import accounts
+from pplx_comm.device.arguments import ORDINARY
 
 
 @contextlib.contextmanager
@@ -318,8 +319,9 @@ class Runner:
             yield
             return
         calls: Any = self.a2a.calls
-        self.totals[n] = torch.arange(len(self.case.shape.experts_of(self.rank)), dtype=torch.int32).to(self.a2a.device)
-        calls.dispatch = functools.partial(calls.dispatch, totals=self.totals[n])
+        totals = self.totals[n] = torch.arange(len(self.case.shape.experts_of(self.rank)), dtype=torch.int32).to(self.a2a.device)
+        dispatch = calls.dispatch
+        calls.dispatch = lambda halves, sent, how=ORDINARY: dispatch(halves, sent, how._replace(totals=totals))
         try:
             yield
         finally:
