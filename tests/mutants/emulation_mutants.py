@@ -52,8 +52,8 @@ MUTANTS = [
     Mutant(
         "a heap that was another's is not cleared",
         "src/cuda/host/exchange.cpp",
-        "cudaMemsetAsync(heap.data(), 0, heap.bytes(), stream)",
-        "cudaMemsetAsync(heap.data(), 0, 0 * heap.bytes(), stream)",
+        "set_now(heap.data(), 0, heap.bytes(), stream)",
+        "set_now(heap.data(), 0, 0 * heap.bytes(), stream)",
         "what an earlier AllToAll left in symmetric memory opens steps of this one",
         NEAR,
     ),
@@ -538,8 +538,8 @@ MUTANTS = [
     Mutant(
         "carried: places of rows that show are not blank again",
         "src/cuda/large/receive.cuh",
-        "run.first + i < k_.showing_rows))",
-        "run.first + i > k_.showing_rows))",
+        "number < k_.showing_rows))",
+        "number > k_.showing_rows))",
         "a later step of few tokens takes this one's rows for its own",
         SENDS,
         "_cuda",

@@ -202,8 +202,8 @@ MUTANTS = [
     Mutant(
         "places are not blank at first",
         EXCHANGE,
-        'check(cudaMemsetAsync(heap.data() + from, 0xff, to - from, stream), "cudaMemsetAsync");',
-        'check(cudaMemsetAsync(heap.data() + from, 0, to - from, stream), "cudaMemsetAsync");',
+        "set_now(heap.data() + from, 0xff, to - from, stream);",
+        "set_now(heap.data() + from, 0, to - from, stream);",
         "the first rows of all are read before they come",
     ),
     Mutant(

@@ -110,16 +110,14 @@ std::uint32_t tuned_large_tokens(const Config& c, int device, std::uint32_t num_
 }
 
 void clear(const SharedMemory& heap, cudaStream_t stream) {
-  check(cudaMemsetAsync(heap.data(), 0, heap.bytes(), stream), "cudaMemsetAsync");
-  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  set_now(heap.data(), 0, heap.bytes(), stream);
 }
 
 void leave_blank(const Config& c, const SharedMemory& heap, cudaStream_t stream) {
   const Heap h = heap_of(c);
   const std::uint64_t from = h.counts, to = h.slot_at(c, 0, Op::Weights, c.mapped_first);
-  check(cudaMemsetAsync(heap.data() + from, 0xff, to - from, stream), "cudaMemsetAsync");
-  if (c.replicas > 1) check(cudaMemsetAsync(heap.data() + h.slices, 0xff, h.mapped_bytes - h.slices, stream), "cudaMemsetAsync");
-  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+  set_now(heap.data() + from, 0xff, to - from, stream);
+  if (c.replicas > 1) set_now(heap.data() + h.slices, 0xff, h.mapped_bytes - h.slices, stream);
 }
 
 Exchange::Exchange(const Config& config, Memory memory, int device, double timeout_seconds, std::uint32_t num_sms, std::uint32_t large_tokens,
@@ -163,16 +161,13 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   rebuild_order(alive);
   check(cudaStreamCreateWithFlags(&own_stream_, cudaStreamNonBlocking), "cudaStreamCreate");
   if (counts) {
-    check(cudaMalloc(reinterpret_cast<void**>(&common_.counters), counter_bytes(common_)), "cudaMalloc of the counters");
-    check(cudaMemsetAsync(common_.counters, 0, counter_bytes(common_), own_stream_), "cudaMemset of the counters");
-    const std::size_t kept = kKeptSteps * sizeof *common_.kept;
-    check(cudaMalloc(reinterpret_cast<void**>(&common_.kept), kept), "cudaMalloc of the steps that are kept");
-    check(cudaMemsetAsync(common_.kept, 0, kept, own_stream_), "cudaMemset of the steps that are kept");
+    allocate(common_.counters, counter_bytes(common_), "cudaMalloc of the counters");
+    allocate(common_.kept, kKeptSteps * sizeof *common_.kept, "cudaMalloc of the steps that are kept");
     check(launch_clock(&common_.counters->made, own_stream_), "launching the clock");
     made_ = std::make_unique<StreamEvent>(cudaEventDefault);
     made_->record(own_stream_);
   }
-  check(cudaMalloc(reinterpret_cast<void**>(&controls_), kControls * sizeof(Control)), "cudaMalloc of the Controls");
+  allocate(controls_, kControls * sizeof(Control), "cudaMalloc of the Controls");
   common_.control = controls_ + common_.generation % kControls;
   write_control(common_.generation, fresh_control(config));
   make_chunk_counts();
@@ -182,11 +177,18 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   *common_.report = Report{};
 #ifdef PPLX_CARRIER
   if (symmetric.base != nullptr) {  // else no rank is put to
-    check(cudaMalloc(reinterpret_cast<void**>(&common_.puts), sizeof(PutCounts)), "cudaMalloc of the PutCounts");
+    allocate(common_.puts, sizeof(PutCounts), "cudaMalloc of the PutCounts");
     rebase();
   }
 #endif
   listen();
+}
+
+template <typename T>
+void Exchange::allocate(T*& memory, std::uint64_t bytes, const char* what) {
+  check(cudaMalloc(reinterpret_cast<void**>(&memory), bytes), what);
+  allocated_.push_back(memory);
+  set_now(memory, 0, bytes, own_stream_);
 }
 
 void Exchange::lay_host() {
@@ -264,14 +266,7 @@ Exchange::~Exchange() {
   relay_areas_.clear();
   relay_blocks_.clear();
   host_.reset();
-  cudaFree(controls_);
-  cudaFree(common_.counters);
-  cudaFree(common_.kept);
-  cudaFree(chunk_memory_);
-  cudaFree(round_counts_);
-#ifdef PPLX_CARRIER
-  cudaFree(common_.puts);
-#endif
+  for (void* memory : allocated_) cudaFree(memory);
   cudaFreeHost(common_.report);
   timeline_.reset();
   cudaStreamDestroy(own_stream_);
@@ -346,11 +341,8 @@ void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
   copy_now(common_.peers[common_.c.rank] + Heap::abort_at(generation), &nothing, sizeof nothing, own_stream_);
   leave_blank(common_.c, *memory_.own, own_stream_);
   forget_chunk_counts();
-  forget_round_counts();
-  if (common_.kept != nullptr) {
-    check(cudaMemsetAsync(common_.kept, 0, kKeptSteps * sizeof *common_.kept, own_stream_), "cudaMemsetAsync");
-    check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
-  }
+  if (round_counts_ != nullptr) set_now(round_counts_, 0, round_bytes_, own_stream_);
+  if (common_.kept != nullptr) set_now(common_.kept, 0, kKeptSteps * sizeof *common_.kept, own_stream_);
   common_.generation = generation;
   common_.control = controls_ + generation % kControls;
   rebuild_order(alive);
@@ -422,8 +414,7 @@ void Exchange::lay_relays(ByRank areas, ByRank blocks) {
   }
   for (const auto& [rank, memory] : blocks) relays_.blocks[relays_.number[rank]] = memory->data();
   relays_.blocks[relays_.number[here]] = common_.blocks;
-  check(cudaMemsetAsync(relays_.areas[relays_.number[here]], 0xff, areas.at(here)->bytes(), own_stream_), "cudaMemsetAsync");
-  check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
+  set_now(relays_.areas[relays_.number[here]], 0xff, areas.at(here)->bytes(), own_stream_);
   relay_areas_ = std::move(areas);
   relay_blocks_ = std::move(blocks);
 }
@@ -448,7 +439,7 @@ void Exchange::make_chunk_counts() {
   const std::uint64_t columns = chunk_columns(c), chunks = most_chunks(c);
   const std::uint64_t totals = 16, taken = totals + 4 * kTotals * columns, ready = align_up(taken + 4 * chunks, 8), counts = align_up(ready + 8 * chunks, 16);
   chunk_bytes_ = counts + 2 * columns * chunks;
-  check(cudaMalloc(reinterpret_cast<void**>(&chunk_memory_), chunk_bytes_), "cudaMalloc of the counts of chunks");
+  allocate(chunk_memory_, chunk_bytes_, "cudaMalloc of the counts of chunks");
   auto* const words = reinterpret_cast<std::uint32_t*>(chunk_memory_);
   chunk_counts_.next = words;
   chunk_counts_.counted = words + 1;
@@ -464,7 +455,7 @@ void Exchange::make_chunk_counts() {
 void Exchange::forget_chunk_counts() {
   if (chunk_memory_ == nullptr) return;
   const Config& c = common_.c;
-  check(cudaMemsetAsync(chunk_memory_, 0, chunk_bytes_, own_stream_), "cudaMemsetAsync");
+  set_now(chunk_memory_, 0, chunk_bytes_, own_stream_);
   // No step that is near has this number.
   const std::vector<std::uint32_t> taken(most_chunks(c), c.first_step - 1);
   copy_now(chunk_counts_.taken, taken.data(), 4 * taken.size(), own_stream_);
@@ -487,16 +478,9 @@ void Exchange::make_round_counts() {
   const std::uint64_t told = counts + 8 * kRemoteWords * words, stored = 4 * kPlaces * words;
   round_bytes_ = across ? told + stored : counts;
   char* memory = nullptr;
-  check(cudaMalloc(reinterpret_cast<void**>(&memory), round_bytes_), "cudaMalloc of the counts of rounds");
+  allocate(memory, round_bytes_, "cudaMalloc of the counts of rounds");
   round_counts_ = reinterpret_cast<std::uint32_t*>(memory);
   if (across) remote_rounds_ = {reinterpret_cast<std::uint64_t*>(memory + counts), reinterpret_cast<std::uint32_t*>(memory + told)};
-  forget_round_counts();
-}
-
-void Exchange::forget_round_counts() {
-  if (round_counts_ == nullptr) return;
-  check(cudaMemsetAsync(round_counts_, 0, round_bytes_, own_stream_), "cudaMemsetAsync");
-  check(cudaStreamSynchronize(own_stream_), "cudaStreamSynchronize");
 }
 
 void Exchange::raise_failure() {

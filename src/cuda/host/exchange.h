@@ -103,7 +103,8 @@ class Exchange {
   std::uint64_t relay_bytes(std::uint32_t mate) const;
   void lay_relays(ByRank areas, ByRank blocks);
 
-  // Returns how the host numbers the step, which knows nothing of replays. In pieces a receive half is given what its send half was: it sends the rest.
+  // Returns how the host numbers the step, which knows nothing of replays; 0 in a capture. In pieces a receive half is given what its
+  // send half was: it sends the rest.
   std::uint32_t dispatch(const Launch& launch, const Tokens& tokens, const Outputs& outputs = {});
   void combine(const Launch& launch, const ExpertOutputs& outputs, const Result& result);
 
@@ -154,6 +155,8 @@ class Exchange {
   std::vector<KeptStep> kept() const;     // on it, too: as in memory; none where nothing is counted
   void listen();
   void rebuild_order(const std::vector<bool>& alive);
+  template <typename T>
+  void allocate(T*& memory, std::uint64_t bytes, const char* what);  // device memory of zeroes, until the end. what: the call, in an error
   void write_control(std::uint32_t generation, const Control& value);
   void make_chunk_counts();
   void forget_chunk_counts();
@@ -167,7 +170,6 @@ class Exchange {
   bool is_large(const Launch& launch, const DispatchArguments& a) const;
   void check_pieces() const;
   void make_round_counts();
-  void forget_round_counts();
   void check_order(const std::optional<Launches::Sequence::Early>& early, const char* call) const;
   PieceArguments pieces_of(const Launch& launch) const;
   void cut(DispatchArguments& a) const;
@@ -193,6 +195,7 @@ class Exchange {
   std::uint64_t round_bytes_ = 0;
   RemoteRounds remote_rounds_;
   Control* controls_ = nullptr;  // one for each generation, in turn
+  std::vector<void*> allocated_;
 #ifdef PPLX_CARRIER
   std::unique_ptr<PutCounts> read_puts() const;
   std::vector<std::uint64_t> read_signals() const;

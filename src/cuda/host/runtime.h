@@ -25,6 +25,12 @@ inline void copy_now(void* to, const void* from, std::size_t bytes, cudaStream_t
   check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
 }
 
+// Sets bytes likewise.
+inline void set_now(void* memory, int byte, std::size_t bytes, cudaStream_t stream) {
+  check(cudaMemsetAsync(memory, byte, bytes, stream), "cudaMemsetAsync");
+  check(cudaStreamSynchronize(stream), "cudaStreamSynchronize");
+}
+
 // Calls of this thread do not end a graph's capture, its own or another thread's.
 class CaptureElsewhere {
  public:

@@ -158,7 +158,8 @@ class RowCarrier {
     {
       const SpanTimer waits(k_, Span::AwaitingRow);
       if (far && lane < run.rows) mine = await_far_row(a_, step_, run.source, run.first + lane);
-      if (!all_of_warp(lane >= run.rows || (far ? mine != nullptr : has_come(mine + k_.dispatch.arrival_at, run.source, round)))) return false;
+      const bool there = lane >= run.rows || (far ? mine != nullptr : has_come(mine + k_.dispatch.arrival_at, run.source, round));
+      if (!all_of_warp(there)) return false;
     }
     mark_stage(k_, step_, Stage::RowThere);
     if (far) row = of_lane(mine, 0);
@@ -175,7 +176,8 @@ class RowCarrier {
       const char* next = nullptr;
       if (i + 1 < run.rows) next = kFar ? of_lane(mine, static_cast<int>(i + 1)) : row + row_bytes;
       if (next != nullptr) end = load_end(next);
-      if (!carry_row(run.source, run.first + i, its_end, row, next, v, kRounds ? blank : !far && run.first + i < k_.showing_rows)) return false;
+      const std::uint32_t number = run.first + i;
+      if (!carry_row(run.source, number, its_end, row, next, v, kRounds ? blank : !far && number < k_.showing_rows)) return false;
       row = next;
     }
     mark_stage(k_, step_, Stage::RowPlaced);
@@ -184,8 +186,8 @@ class RowCarrier {
 
   // v: the first of the row's vectors; then those of the next one, unless that is null. blank: a later step of few tokens has a row there that
   // shows by itself.
-  __device__ bool carry_row(std::uint32_t source, std::uint32_t number, const RowEnd& end, const char* row, const char* next, uint4 (&v)[kVectors],
-                            bool blank) const {
+  __device__ bool carry_row(std::uint32_t source, std::uint32_t number, const RowEnd& end, const char* row, const char* next,
+                            uint4 (&v)[kVectors], bool blank) const {
     const SpanTimer places(k_, Span::Placing);
     ArrivedRow r;
     r.source = source;

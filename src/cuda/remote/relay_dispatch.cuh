@@ -7,8 +7,8 @@
 
 namespace pplx::cuda {
 
-// Waits, by one thread, until this rank's nth row of a remote source is there: of its block, or of a node's, where it lies among its mates'.
-// Returns it; null: it will not come.
+// Waits, by one thread, until this rank's nth row of a remote source is there: of its block, or of a node's, where it lies among its
+// mates'. Returns it; null: it will not come.
 [[maybe_unused]] static __device__ __noinline__ const char* await_far_row(const DispatchArguments& a, std::uint32_t step,
                                                                           std::uint32_t source, std::uint32_t nth) {
   const Common& k = a.common;
