@@ -122,7 +122,7 @@ class Exchange:
     @typing.overload
     def dispatch(self, launch: Launch, tokens: Tokens) -> int:
         """
-        Returns the number of the step; 0 in a capture.
+        Returns the number of the step; -1 in a capture.
         """
     @typing.overload
     def dispatch(self, launch: Launch, tokens: Tokens, outputs: Outputs) -> int:

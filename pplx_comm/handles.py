@@ -85,7 +85,7 @@ class Dispatched:
     plan: Plan
     """The routing of the tokens that this rank sent."""
     step: int
-    """Its number; 0 in the capture of a CUDA graph, whose replays take numbers."""
+    """Its number; -1 in the capture of a CUDA graph, whose replays take numbers."""
     received = False
     """True once the receive half is done."""
     used = False

@@ -46,7 +46,7 @@ class Step:
 
     def __init__(self, lane: Lane, d: Dispatched) -> None:
         self.lane = lane
-        self.captured = d.step == 0
+        self.captured = d.step < 0
         """True if a CUDA graph has its dispatch."""
         self.d: Dispatched | None = d
         self.then: Callable[[], None] | None = None

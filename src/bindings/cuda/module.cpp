@@ -252,7 +252,7 @@ void bind_exchange(py::module_& m) {
           "As one of its streams: graphs may have been replayed on it.")
       .def("ended", &Exchange::ended, py::arg("seconds"), Unlocked(), "True if everything launched has ended by then.")
       .def("dispatch", [](Exchange& e, const Launch& launch, const Tokens& tokens) { return e.dispatch(launch, tokens); },
-           py::arg("launch"), py::arg("tokens"), Unlocked(), "Returns the number of the step; 0 in a capture.")
+           py::arg("launch"), py::arg("tokens"), Unlocked(), "Returns the number of the step; -1 in a capture.")
       .def("dispatch", &Exchange::dispatch, py::arg("launch"), py::arg("tokens"), py::arg("outputs"), Unlocked())
       .def("combine", &Exchange::combine, py::arg("launch"), py::arg("outputs"), py::arg("result"), Unlocked())
       .def(

@@ -103,9 +103,9 @@ class Exchange {
   std::uint64_t relay_bytes(std::uint32_t mate) const;
   void lay_relays(ByRank areas, ByRank blocks);
 
-  // Returns how the host numbers the step, which knows nothing of replays; 0 in a capture. In pieces a receive half is given what its
+  // Returns how the host numbers the step, which knows nothing of replays; -1 in a capture. In pieces a receive half is given what its
   // send half was: it sends the rest.
-  std::uint32_t dispatch(const Launch& launch, const Tokens& tokens, const Outputs& outputs = {});
+  std::int64_t dispatch(const Launch& launch, const Tokens& tokens, const Outputs& outputs = {});
   void combine(const Launch& launch, const ExpertOutputs& outputs, const Result& result);
 
   // Before the first step that has hooks: loads what those launch. Leaves multiprocessors to the kernels that wait, or are waited for.

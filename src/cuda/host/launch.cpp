@@ -143,7 +143,7 @@ DispatchArguments Exchange::arguments_of(const Launch& launch, const Tokens& tok
   return a;
 }
 
-std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, const Outputs& outputs) {
+std::int64_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, const Outputs& outputs) {
   TracedSpan traced((launch.halves & kSend) != 0 ? Traced::DispatchSend : Traced::DispatchRecv, config().object, kUnknownStep);
   const std::lock_guard<std::mutex> lock(mutex_);
   const Config& c = common_.c;
@@ -194,7 +194,7 @@ std::uint32_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, con
   const std::uint32_t step = here.eager() ? steps_.open() : steps_.next();
   if (here.eager()) traced.of(step);
   here.open(launch.buffer, here.eager() ? step : step + before, a.recv);
-  return here.eager() ? step : 0;
+  return here.eager() ? std::int64_t{step} : -1;
 }
 
 std::vector<ExplainedLaunch> Exchange::explain(std::uint32_t tokens) const {
