@@ -35,7 +35,7 @@ BEHIND = 4_000_000
 
 
 class Gate:
-    """Where the GPU work of all ranks begins at once."""
+    """The moment at which the GPU work of all ranks begins."""
 
     event: torch.cuda.Event
 
@@ -108,10 +108,10 @@ def main() -> None:
     arguments = parser.parse_args()
     ranks = arguments.ranks or torch.cuda.device_count()
     copies.copying()
+    gate = Gate()
     for tokens in map(int, arguments.tokens.split(",")):
         for num_sms in map(int, arguments.num_sms.split(",")):
-            gate = Gate()
-            times = copies.run(ranks, lambda me, t=tokens, s=num_sms, g=gate: measure(me, t, s, g, arguments))  # type: ignore[misc]
+            times = copies.run(ranks, lambda me, t=tokens, s=num_sms: measure(me, t, s, gate, arguments))  # type: ignore[misc]
             worst = "  ".join(f"{name} {max(rank[name] for rank in times):.0f}" for name in times[0])
             print(f"{tokens} tokens on {num_sms or 'all'}: {worst}", flush=True)
 

@@ -153,7 +153,7 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   sms_ = most_sms_ = wanted_sms_ = sms_of_launch(config, sms_of_gpu(device_), num_sms);
   common_.combine_blocks = sms_ * kCombineBlocksPerSm;
   if (common_.heap.in_pieces) check_pieces();
-  check(load_dispatches(config, false, false), "loading the kernels of dispatches");
+  check(load_dispatches(config, false, false, memory_.remote != 0), "loading the kernels of dispatches");
   check(load_combines(config, false), "loading the kernels of combines");
   std::vector<bool> alive(config.world, true);
   for (std::uint32_t peer = 0; peer < config.world; ++peer)
@@ -233,8 +233,8 @@ void Exchange::use_hooks() {
   const OnDevice on(device_);
   const Config& c = common_.c;
   check(load_hooks(), "loading the kernels of hooks");
-  check(load_dispatches(c, false, true), "loading the kernels of dispatches with hooks");
-  if (chunk_memory_ != nullptr) check(load_dispatches(c, true, true), "loading the kernels of large dispatches with hooks");
+  check(load_dispatches(c, false, true, memory_.remote != 0), "loading the kernels of dispatches with hooks");
+  if (chunk_memory_ != nullptr) check(load_dispatches(c, true, true, memory_.remote != 0), "loading the kernels of large dispatches with hooks");
   has_hooks_ = true;
   const std::uint32_t sms = sms_of_gpu(device_), most = sms > kSmsLeft ? sms - kSmsLeft : 1;
   sms_ = most_sms_ = wanted_sms_ = std::min(sms_, most);
@@ -340,7 +340,10 @@ void Exchange::reset(std::uint32_t generation, const std::vector<bool>& alive) {
   static constexpr std::uint64_t nothing = 0;
   copy_now(common_.peers[common_.c.rank] + Heap::abort_at(generation), &nothing, sizeof nothing, own_stream_);
   leave_blank(common_.c, *memory_.own, own_stream_);
-  forget_chunk_counts();
+  if (chunk_memory_ != nullptr) {
+    set_now(chunk_memory_, 0, chunk_bytes_, own_stream_);
+    forget_taken_chunks();
+  }
   if (round_counts_ != nullptr) set_now(round_counts_, 0, round_bytes_, own_stream_);
   if (common_.kept != nullptr) set_now(common_.kept, 0, kKeptSteps * sizeof *common_.kept, own_stream_);
   common_.generation = generation;
@@ -435,7 +438,7 @@ void Exchange::make_chunk_counts() {
   if (pieces) common_.showing_rows = std::min(common_.showing_rows, large_tokens_);
   check(load_combines(c, true), "loading the kernels of large combines");
   if (!dispatches) return;
-  check(load_dispatches(c, true, false), "loading the kernels of large dispatches");
+  check(load_dispatches(c, true, false, memory_.remote != 0), "loading the kernels of large dispatches");
   const std::uint64_t columns = chunk_columns(c), chunks = most_chunks(c);
   const std::uint64_t totals = 16, taken = totals + 4 * kTotals * columns, ready = align_up(taken + 4 * chunks, 8), counts = align_up(ready + 8 * chunks, 16);
   chunk_bytes_ = counts + 2 * columns * chunks;
@@ -449,13 +452,11 @@ void Exchange::make_chunk_counts() {
   chunk_counts_.taken = reinterpret_cast<std::uint32_t*>(chunk_memory_ + taken);
   chunk_counts_.ready = reinterpret_cast<std::uint64_t*>(chunk_memory_ + ready);
   chunk_counts_.counts = reinterpret_cast<std::uint16_t*>(chunk_memory_ + counts);
-  forget_chunk_counts();
+  forget_taken_chunks();
 }
 
-void Exchange::forget_chunk_counts() {
-  if (chunk_memory_ == nullptr) return;
+void Exchange::forget_taken_chunks() {
   const Config& c = common_.c;
-  set_now(chunk_memory_, 0, chunk_bytes_, own_stream_);
   // No step that is near has this number.
   const std::vector<std::uint32_t> taken(most_chunks(c), c.first_step - 1);
   copy_now(chunk_counts_.taken, taken.data(), 4 * taken.size(), own_stream_);

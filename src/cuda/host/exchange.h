@@ -159,7 +159,7 @@ class Exchange {
   void allocate(T*& memory, std::uint64_t bytes, const char* what);  // device memory of zeroes, until the end. what: the call, in an error
   void write_control(std::uint32_t generation, const Control& value);
   void make_chunk_counts();
-  void forget_chunk_counts();
+  void forget_taken_chunks();
   DispatchArguments arguments_of(const Launch& launch, const Tokens& tokens, const Outputs& outputs) const;
   Strips sent_strips(const CombineArguments& a) const;
   void add_nodes(CombineArguments& a) const;

@@ -91,7 +91,7 @@ auto choose(const Config& c, const Call& call) {
 }
 
 // Loads every kernel that steps of this size may choose, so that no later call loads a module.
-cudaError_t load_dispatches(const Config& config, bool large, bool hooks);
+cudaError_t load_dispatches(const Config& config, bool large, bool hooks, bool remote);
 cudaError_t load_combines(const Config& config, bool large);
 template <typename Arguments>
 cudaError_t launch(const Choice<Arguments>& choice, const Arguments& arguments, std::uint32_t blocks, cudaStream_t stream);

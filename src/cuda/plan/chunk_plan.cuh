@@ -326,7 +326,7 @@ struct LoadedChunk {
 };
 
 // A chunk of a given plan.
-static __device__ __noinline__ void copy_chunk(const DispatchArguments& a, std::uint32_t number, PlannedChunk* planned) {
+[[maybe_unused]] static __device__ __noinline__ void copy_chunk(const DispatchArguments& a, std::uint32_t number, PlannedChunk* planned) {
   PlannedChunk& to = *known_shared(planned);
   const ChunkChoices chunk(a, number);
 #pragma unroll 4
@@ -361,8 +361,8 @@ __device__ inline bool mark_choices(const DispatchArguments& a, const ChunkChoic
 }
 
 // memory: counting_bytes(), with the chunk's ids. `sums` has what comes before the chunk, and then what comes after it.
-static __device__ __noinline__ void place_choices(const DispatchArguments& a, const ChunkChoices chunk, char* memory, std::uint32_t* sums,
-                                                  PlannedChunk* planned) {
+[[maybe_unused]] static __device__ __noinline__ void place_choices(const DispatchArguments& a, const ChunkChoices chunk, char* memory,
+                                                                  std::uint32_t* sums, PlannedChunk* planned) {
   const Common& k = a.common;
   const ChunkMarks marks(k, known_shared(memory));
   PlannedChunk& to = *known_shared(planned);
