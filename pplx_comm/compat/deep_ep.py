@@ -224,8 +224,8 @@ class Buffer:
             raise Error(f"low_latency_dispatch: use_ue8m0=True needs a hidden size that is a multiple of {PACKED}")
         if async_finish and return_recv_hook:
             raise _one_of_both("low_latency_dispatch")
-        shape = num_max_dispatch_tokens_per_rank, x.size(1), num_experts
-        lane = self._low_latency(shape, topk_idx.size(1), x, 1 + round_scale if use_fp8 else 0)
+        shape = num_max_dispatch_tokens_per_rank, x.shape[1], num_experts
+        lane = self._low_latency(shape, topk_idx.shape[1], x, 1 + round_scale if use_fp8 else 0)
         handle = LowLatencyHandle(topk_idx, self.group_size, shape)
         stats, waits = cumulative_local_expert_recv_stats, dispatch_wait_recv_cost_stats
         if async_finish:

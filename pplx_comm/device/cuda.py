@@ -70,7 +70,13 @@ class _Tensor:
 
     def __get__(self, d: DeviceDispatched, kind: Any = None) -> torch.Tensor | None:
         part = d.cuda.parts.get(self._name)
-        made = None if part is None else part.of(d.buffer)
+        if part is None:
+            made = None
+        elif not torch._C._len_torch_function_stack():
+            made = part.of(d.buffer)
+        else:
+            with torch._C.DisableTorchFunction():  # see steps.py
+                made = part.of(d.buffer)
         return d.__dict__.setdefault(self._name, made)  # another thread may have been quicker
 
 

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from graph_cases import apart
 from outcomes import raised
+from torch.overrides import TorchFunctionMode
 
 import pplx_comm as pc
 from bench.host import NoLaunches, allocations, without_launches
@@ -60,6 +61,7 @@ def launches(me: Any, layout: str) -> None:
             assert (done["plan"], done["buffer"], done["weighted"]) == (seen["plan"], seen["buffer"], True)
             assert (done["has_tail"], done["tail"], done["tail_out"]) == (False, 0, 0)
         _allocations(a2a, x, ids, weights, rows)
+        _unseen(a2a, x, ids, weights, rows)
         _tailed(a2a, core, a2a.dispatch(x, ids, weights), rows)
         _as_operators(a2a, core, x, ids, weights)
         _with_gradients(a2a, core, x, ids, weights)
@@ -84,6 +86,24 @@ def _allocations(a2a: pc.AllToAll, x: torch.Tensor, ids: torch.Tensor, weights: 
     assert allocations(lambda: a2a.combine(rows, handles[0])) == 1
     assert allocations(lambda: handles.append(a2a.dispatch(x, plan=handles[0].plan))) == 1
     assert allocations(lambda: a2a.combine(rows, handles[1], out=out)) == 0
+
+
+class Seen(TorchFunctionMode):
+    functions: list[Any]
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.functions.append(function)
+        return function(*args, **(kwargs or {}))
+
+
+def _unseen(a2a: pc.AllToAll, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor, rows: torch.Tensor) -> None:
+    """Modes of torch, of which a default device is one, see nothing of a pair of calls: they take 2 us a function."""
+    with Seen() as mode:
+        mode.functions = []
+        d = a2a.dispatch(x, ids, weights)
+        _ = d.x, d.counts
+        a2a.combine(rows, d)
+    assert mode.functions == []
 
 
 def _scaled(a2a: pc.AllToAll, core: Recorded, x: torch.Tensor, ids: torch.Tensor, weights: torch.Tensor) -> None:
