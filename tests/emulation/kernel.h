@@ -14,6 +14,7 @@
 #include <cstdlib>
 #include <cstring>
 #include <functional>
+#include <limits>
 #include <map>
 #include <tuple>
 #include <type_traits>
@@ -269,7 +270,8 @@ inline unsigned __float_as_uint(float value) {
   std::memcpy(&bits, &value, sizeof bits);
   return bits;
 }
-inline float __fadd_rn(float a, float b) { return a + b; }
+// A GPU's NaNs are all one, which is not that of a blank place.
+inline float __fadd_rn(float a, float b) { return a + b == a + b ? a + b : std::numeric_limits<float>::quiet_NaN(); }
 inline float __fmul_rn(float a, float b) { return a * b; }
 inline float __fdiv_rn(float a, float b) { return a / b; }
 template <typename A, typename B>

@@ -61,6 +61,22 @@ def test_rows_that_look_blank(crew: Crews, wire: str) -> None:
     crew.run("emulated:call", module(), "gpu_cases:rows_that_look_blank", case, 6)
 
 
+@pytest.mark.parametrize(("tokens", "dtype"), [(8, "bfloat16"), (40, "bfloat16"), (40, "float32")])
+def test_answers_that_look_blank(crew: Crews, tokens: int, dtype: str) -> None:
+    """In strips of one warp each, and in as long ones as leave each warp one."""
+    case = Case(
+        seed(),
+        crew.world_size,
+        num_experts=4 * crew.world_size,
+        top_k=3,
+        hidden=1032,
+        max_tokens=tokens,
+        dtype=dtype,
+        layout="compact",
+    )
+    crew.run("emulated:call", module(), "gpu_cases:answers_that_look_blank", case, 3)
+
+
 def test_ranks_take_the_module_that_their_environment_names() -> None:
     """So does the fuzz build of tests/gpu reach ranks, which are forked."""
     with Crew(1, {"PPLX_TEST_CUDA": module()}) as crew:

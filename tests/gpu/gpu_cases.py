@@ -238,6 +238,33 @@ def rows_that_look_blank(me: Any, case: Case, steps: int) -> None:
             a2a.check()
 
 
+def answers_that_look_blank(me: Any, case: Case, steps: int) -> None:
+    """Compact: some vectors of experts' rows look as a place does where nothing has come yet. What is NaN there stays NaN."""
+    g = torch.Generator().manual_seed(case.seed)
+    dtype, world, device = DTYPES[case.dtype], case.world_size, gpu_of(me)
+    vectors, each, last = case.hidden * dtype.itemsize // 16, 16 // dtype.itemsize, 4 // dtype.itemsize
+    with rank_cases.open_all_to_all(me, case, device=str(device)) as a2a:
+        for _ in range(steps):
+            tokens = torch.randint(case.max_tokens // 2, case.max_tokens + 1, (world,), generator=g).tolist()
+            ids = [torch.rand(n, case.num_experts, generator=g).topk(case.top_k).indices for n in tokens][me.rank]
+            blank = torch.rand(world, world, case.max_tokens, vectors, generator=g) < 0.1  # by rank of the expert, source, token
+            d = a2a.dispatch(torch.zeros(len(ids), case.hidden, dtype=dtype, device=device), ids.to(device))
+            settle()
+            assert d.num_rows is not None
+            n = int(d.num_rows)
+            out = torch.ones(d.x.shape, dtype=dtype)
+            of_row = blank[me.rank, d.src_rank[:n].cpu().long(), d.src_token[:n].cpu().long()]
+            out[:n].view(torch.int32).view(n, vectors, 4)[..., 3][of_row] = -1
+            y = a2a.combine(out.to(device), d)
+            settle()
+            goes = torch.zeros(len(ids), world, dtype=torch.bool).scatter_(1, ids // (case.num_experts // world), True)
+            nan = (goes.unsqueeze(2) & blank[:, me.rank, : len(ids)].transpose(0, 1)).any(1)
+            wanted = goes.sum(1).float().view(-1, 1, 1).repeat(1, vectors, each)
+            wanted[..., each - last :][nan] = torch.nan
+            torch.testing.assert_close(y.cpu().float(), wanted.flatten(1), rtol=0, atol=0, equal_nan=True)
+            a2a.check()
+
+
 def _rows_of(d: pc.Dispatched, layout: str) -> torch.Tensor:
     """Returns the rows of d.x that something was dispatched to, as one list whatever the layout."""
     if layout == "compact":

@@ -119,6 +119,21 @@ def test_rows_that_look_blank(crew: Crews, wire: str) -> None:
     crew.run("gpu_cases:rows_that_look_blank", case, 10)
 
 
+@pytest.mark.parametrize("tokens", [8, 128])
+def test_answers_that_look_blank(crew: Crews, tokens: int) -> None:
+    case = Case(
+        seed(),
+        crew.world_size,
+        num_experts=4 * crew.world_size,
+        top_k=4,
+        hidden=7168,
+        max_tokens=tokens,
+        dtype="bfloat16",
+        layout="compact",
+    )
+    crew.run("gpu_cases:answers_that_look_blank", case, 10)
+
+
 @fewest
 def test_many_tokens(crew: Crews) -> None:
     """More tokens than thread blocks, and more than show by themselves that they have come: units are runs of tokens."""

@@ -336,6 +336,16 @@ MUTANTS = [
         "_cuda",
     ),
     Mutant(
+        "copied: what looks blank leaves as it came",
+        "src/cuda/decode/combine_send.cuh",
+        "if (is_blank(v[j])) v[j].w",
+        "if (is_blank(v[j]) && begin == ~0u) v[j].w",
+        "its receiver waits for ever",
+        "test_answers_that_look_blank",
+        "_cuda",
+        kernels=("combine.cu",),
+    ),
+    Mutant(
         "dealt: places are not made blank again",
         "src/cuda/large/receive_sums.cuh",
         "(blank ? kMakeBlank : 0)",

@@ -310,14 +310,17 @@ struct DispatchArguments : LaunchArguments, Tokens {
 // How a combine row is sent, or received by a warp: in strips, and in large steps sent in runs of them.
 struct Strips {
   int vectors = kSentVectors;  // a lane's, in a strip
-  std::uint32_t strips = 0, runs = 0;
+  std::uint32_t together = 0, strips = 0, runs = 0;  // strips of a run, and of a row
   Divider by_strips, by_runs;
 
+  constexpr std::uint32_t bytes() const { return vectors * 512; }
+
   Strips() = default;
-  Strips(std::uint32_t row_bytes, int vectors)
+  Strips(std::uint32_t row_bytes, int vectors, std::uint32_t together = kStripsTogether)
       : vectors(vectors),
-        strips(ceil_div(row_bytes, vectors * 512)),
-        runs(ceil_div(strips, kStripsTogether)),
+        together(together),
+        strips(ceil_div(row_bytes, bytes())),
+        runs(ceil_div(strips, together)),
         by_strips(strips),
         by_runs(runs) {}
 };

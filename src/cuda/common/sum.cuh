@@ -6,8 +6,6 @@
 
 namespace pplx::cuda {
 
-constexpr std::uint32_t strip_bytes(int vectors) { return vectors * 512; }
-
 // Sums of rows for some 16-byte vectors of each lane, in registers. Four rows are loaded at a time, and added in order.
 template <typename T, int kVectors>
 struct Sums {

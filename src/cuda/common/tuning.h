@@ -42,10 +42,18 @@ inline constexpr std::uint32_t kCombineWarps = 12;
 inline constexpr std::uint32_t kCombineThreads = 32 * kCombineWarps;
 
 // 16 bytes each, that a lane sums at once: a strip of a row. Small steps give every strip to a warp of its own, smaller ones while
-// there are warps for them; in large steps a warp has two after each other, and looks the row's places up once.
+// there are warps for them; in larger steps a warp has two after each other, and looks the row's places up once.
 inline constexpr int kSentVectors = 4, kSentVectorsOfFew = 2, kReceivedVectors = 2, kReceivedVectorsOfFew = 1;
 constexpr int received_vectors(int sent) { return sent == kSentVectorsOfFew ? kReceivedVectorsOfFew : kReceivedVectors; }
 inline constexpr std::uint32_t kStripsTogether = 2;
+// Rows of Compact are only copied, so a warp has all of a strip on its way before it stores any of it: up to so many vectors a lane, that each
+// warp has one strip. Several strips of many thread blocks fill the link at any width.
+inline constexpr int kCopiedVectors = 14;
+constexpr int copied_vectors(std::uint64_t rows, std::uint32_t row_bytes, std::uint32_t blocks) {
+  const std::uint64_t warps = std::uint64_t{kCombineWarps} * blocks, fair = (rows * ((row_bytes + 511) / 512) + warps - 1) / warps;
+  if (fair > kCopiedVectors && blocks > kFewBlocks) return kSentVectors;
+  return static_cast<int>(std::clamp<std::uint64_t>(fair, kSentVectors, kCopiedVectors));
+}
 // rows: those that a rank may receive if all send it the number of tokens that it sends.
 constexpr bool sends_few(std::uint64_t rows, std::uint32_t strips, std::uint32_t blocks) {
   return rows * strips <= std::uint64_t{kCombineWarps} * blocks;

@@ -10,7 +10,8 @@ Choice<CombineArguments> choose(const Config& c, const CombineCall& call) {
   if (!call.mapped_only || in_pieces(c)) return choose_general(c);
   return choose_type(c.dtype, [&](auto type) -> Choice<CombineArguments> {
     using T = decltype(type);
-    return {"decode::combine", call.few ? combine<T, true, kSentVectorsOfFew> : combine<T, true, kSentVectors>, kCombineThreads, 0};
+    const bool few = call.few && c.layout != LayoutKind::Compact;
+    return {"decode::combine", few ? combine<T, true, kSentVectorsOfFew> : combine<T, true, kSentVectors>, kCombineThreads, 0};
   });
 }
 

@@ -7,7 +7,7 @@
 namespace pplx::cuda::decode {
 namespace {
 
-// kMappedOnly: see is_mapped_only(); the other kernels handle every case. kSent: vectors of a lane, in a strip that is sent.
+// kMappedOnly: see is_mapped_only(); the other kernels handle every case. kSent: a lane's vectors of a strip that is summed.
 template <typename T, bool kMappedOnly, int kSent>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(const __grid_constant__ CombineArguments a) {
   PPLX_SHARED(typename CombineExtras<kMappedOnly>::Shared, s);

@@ -137,8 +137,8 @@ __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t st
     row = own_slot<kMappedOnly>(k, set_of(k.c, step), Op::Combine, rank) +
           (answered ? a.relays.answer : k.combine).row_at(entry & 0xfffffu);
   }
-  const std::uint32_t begin = strip * strip_bytes(kVectors) + threadIdx.x % 32 * 16;
-  const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kVectors));
+  const std::uint32_t bytes = a.received_in.bytes();
+  const std::uint32_t begin = strip * bytes + threadIdx.x % 32 * 16, end = min(k.row_bytes, (strip + 1) * bytes);
   char* y = a.y + std::uint64_t{k.slice.token(own)} * a.y_stride;
   Sums<T, kVectors> sums, of_node;
   if constexpr (!kMappedOnly) of_node.start(-0.0f);

@@ -77,7 +77,7 @@ struct CombineUnits {
       together = a.sent.strips;
       runs = 1;
     } else {
-      together = small ? 1 : kStripsTogether;
+      together = small ? 1 : a.sent.together;
       runs = small ? a.sent.strips : a.sent.runs;
     }
     headers = k.living;
@@ -204,10 +204,30 @@ __device__ inline void sum_row(const CombineArguments& a, const Places& places, 
     return from == kNone ? nullptr : a.expert_out + from * a.expert_stride;
   };
   const auto weight_of = [&](std::uint32_t i) { return __shfl_sync(~0u, places.weight, i); };
-  const bool only_copied = a.common.c.layout == LayoutKind::Compact && __any_sync(~0u, places.out_row != kNone);
-  if (only_copied) sums.start(-0.0f);  // keeps its sign of zero
   sums.add(n, begin, end, pointer, weight_of);
 }
+
+// A lane's vectors [begin, end) of a row of Compact: zeroes where the row has no place.
+struct CopiedStrip {
+  uint4 v[kCopiedVectors];
+
+  __device__ CopiedStrip(const CombineArguments& a, const Places& places, std::uint32_t begin, std::uint32_t end) {
+    const std::uint32_t place = __shfl_sync(~0u, places.out_row, 0);
+    const char* const from = a.expert_out + (place == kNone ? 0 : place) * a.expert_stride;
+#pragma unroll
+    for (int j = 0; j < kCopiedVectors; ++j) {
+      v[j] = make_uint4(0, 0, 0, 0);
+      if (place != kNone && begin + j * 512 < end) v[j] = load_input(from + begin + j * 512);
+    }
+  }
+  __device__ void send(char* to, std::uint32_t begin, std::uint32_t end) {
+#pragma unroll
+    for (int j = 0; j < kCopiedVectors; ++j) {
+      if (is_blank(v[j])) v[j].w = 0x7fffffffu;  // stays a NaN
+      if (begin + j * 512 < end) store_vec16(to + begin + j * 512, v[j]);
+    }
+  }
+};
 
 // Strips [strip, strip + together) of the nth row, as far as it has them. own: of this block's own share.
 template <typename T, bool kMappedOnly, int kVectors>
@@ -229,16 +249,18 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   char* to = block_of_sums<kMappedOnly>(a, step, of.source) + k.combine.row_at(of.row);
 #pragma unroll 1
   for (; strip < last; ++strip) {
-    const std::uint32_t begin = strip * strip_bytes(kVectors) + threadIdx.x % 32 * 16;
-    const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kVectors));
+    const std::uint32_t begin = strip * a.sent.bytes() + threadIdx.x % 32 * 16, end = min(k.row_bytes, (strip + 1) * a.sent.bytes());
+    fuzz_delay(k, std::uint64_t{step} << 32 | begin);
+    if (kVectors == kSentVectors && k.c.layout == LayoutKind::Compact) {
+      CopiedStrip copied(a, places, begin, end);
+      if (!may_store(s, own)) return;
+      copied.send(to, begin, end);
+      continue;
+    }
     Sums<T, kVectors> sums;
     sum_row(a, places, n, begin, end, sums);
     if (!may_store(s, own)) return;
-    if (remote)
-      sums.store(to, begin, end);
-    else
-      sums.send(to, begin, end);
-    fuzz_delay(k, std::uint64_t{step} << 32 | begin);
+    sums.send(to, begin, end);
   }
   mark_stage(k, step, Stage::Sent);
   const bool with_tail = !kMappedOnly && a.has_tail && last == a.sent.strips;

@@ -59,8 +59,8 @@ __device__ inline bool take_strip(const CombineArguments& a, std::uint32_t step,
   const std::uint32_t number = nth % others + (nth % others >= k.slice.number ? 1 : 0), replica = member(k, number);
   const std::uint64_t token = Slice{number, k.slice.of}.token(row);
   char* from = slice_block(k, step, k.c.rank, replica) + k.combine.row_at(row);
-  const std::uint32_t begin = strip * strip_bytes(kReceivedVectors) + lane * 16;
-  ArrivingStrips<kReceivedVectors> arriving(begin, min(k.row_bytes, (strip + 1) * strip_bytes(kReceivedVectors)));
+  const std::uint32_t bytes = a.received_in.bytes(), begin = strip * bytes + lane * 16;
+  ArrivingStrips<kReceivedVectors> arriving(begin, min(k.row_bytes, (strip + 1) * bytes));
   if (!await_strips<true>(a, step, 0, 1, from, replica << 20, arriving)) return false;
 #pragma unroll
   for (int j = 0; j < kReceivedVectors; ++j)

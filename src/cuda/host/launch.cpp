@@ -85,12 +85,15 @@ PieceArguments Exchange::pieces_of(const Launch& launch) const {
   return p;
 }
 
-// Small steps have narrower strips, where the smaller kernels send them.
+// Small steps have narrower strips, and rows of Compact may have longer ones.
 Strips Exchange::sent_strips(const CombineArguments& a) const {
   const std::uint64_t rows = std::uint64_t{a.tokens} * std::min(common_.c.world, common_.c.top_k);
-  const Strips few(common_.row_bytes, kSentVectorsOfFew);
-  if (is_mapped_only(a) && !common_.heap.in_pieces && sends_few(rows, few.strips, common_.combine_blocks)) return few;
-  return Strips(common_.row_bytes, kSentVectors);
+  const std::uint32_t bytes = common_.row_bytes, blocks = common_.combine_blocks;
+  const bool copied = common_.c.layout == LayoutKind::Compact, plain = is_mapped_only(a) && !common_.heap.in_pieces;
+  const Strips few(bytes, kSentVectorsOfFew);
+  if ((copied || plain) && sends_few(rows, few.strips, blocks)) return few;
+  const int wide = copied ? copied_vectors(rows, bytes, blocks) : kSentVectors;
+  return wide == kSentVectors ? Strips(bytes, kSentVectors) : Strips(bytes, wide, 1);
 }
 
 void Exchange::add_nodes(CombineArguments& a) const {

@@ -110,8 +110,7 @@ __device__ inline bool answer_strip(const CombineArguments& a, std::uint32_t ste
   const std::uint32_t mate = some != 0 ? lowest_rank(some) : 0, rank = r.rank[mate];
   const std::uint32_t its_row = __shfl_sync(~0u, number, static_cast<int>(mate));
   char* const from = lane < n ? block_of_mate(k, r, set, source, mate) + k.combine.row_at(its_row) : nullptr;
-  const std::uint32_t begin = strip * strip_bytes(kReceivedVectors) + lane * 16;
-  const std::uint32_t end = min(k.row_bytes, (strip + 1) * strip_bytes(kReceivedVectors));
+  const std::uint32_t bytes = a.received_in.bytes(), begin = strip * bytes + lane * 16, end = min(k.row_bytes, (strip + 1) * bytes);
   char* const to = block_for(k, set, Op::Combine, source) + r.answer.row_at(row);
   Sums<T, kReceivedVectors> sums;
   sums.start(-0.0f);

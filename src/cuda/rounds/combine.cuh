@@ -34,12 +34,17 @@ template <typename T, bool kExtras>
     const std::uint32_t n = places.check(a);
     if (kExtras && a.uses_weights)
       if (!sent_weight(a, step, run.source, run.first + i, lane < k.c.top_k ? lane : kNone, places.weight)) return false;
-    for (std::uint32_t at = 0; at < k.row_bytes; at += strip_bytes(kSentVectors)) {
+    const bool copied = k.c.layout == LayoutKind::Compact;
+    for (std::uint32_t at = 0; at < k.row_bytes; at += 512 * (copied ? kCopiedVectors : kSentVectors)) {
       const std::uint32_t begin = at + lane * 16;
-      Sums<T, kSentVectors> sums;
-      sum_row(a, places, n, begin, k.row_bytes, sums);
-      sums.send(row, begin, k.row_bytes);
       fuzz_delay(k, std::uint64_t{step} << 32 | at);
+      if (copied) {
+        CopiedStrip(a, places, begin, k.row_bytes).send(row, begin, k.row_bytes);
+      } else {
+        Sums<T, kSentVectors> sums;
+        sum_row(a, places, n, begin, k.row_bytes, sums);
+        sums.send(row, begin, k.row_bytes);
+      }
     }
     const bool with_tail = kExtras && a.has_tail;
     if (with_tail) write_tail(a, places.choices, places.out_row, row + k.combine.tail_at);
