@@ -2,6 +2,7 @@
 
     python tests/gpu/halves_across.py [--tokens 1024,4096] [--num-sms 24,0] [--slot-bytes N] [--mapped]
     python tests/gpu/halves_across.py --ranks 4 --node-size 2 --num-sms 24 [--combine-wire fp8]      # rows go once per node
+    python tests/gpu/halves_across.py --ranks 2 --mapped --tokens 8,128 --max-tokens 4096 --slot-bytes 33554432 [--ragged]
 
 Ranks are threads of this process, and the network is the GPUs' copy engines (copies.py). Medians of ten, in us of the slowest rank.
 --num-sms 0: all. --mapped: all ranks share a node. In pieces a half is not what it is otherwise: both together alone. Ranks that share a
@@ -76,8 +77,9 @@ def measure(me: Any, tokens: int, num_sms: int, gate: Gate, arguments: argparse.
         return made
 
     a2a = pc.AllToAll(
-        me.comm, num_experts=experts, top_k=TOP_K, hidden=HIDDEN, max_tokens_per_rank=tokens, dtype=torch.bfloat16, wire="fp8",
-        layout=pc.Compact(), device=str(device), num_sms=num_sms or None, slot_bytes=arguments.slot_bytes, timeout=20, **where,
+        me.comm, num_experts=experts, top_k=TOP_K, hidden=HIDDEN, max_tokens_per_rank=arguments.max_tokens or tokens,
+        dtype=torch.bfloat16, wire="fp8", layout=pc.Ragged(align=8) if arguments.ragged else pc.Compact(), device=str(device),
+        num_sms=num_sms or None, slot_bytes=arguments.slot_bytes, timeout=20, **where,
     )  # fmt: skip
     with a2a, torch.cuda.stream(stream):
         d = a2a.dispatch(x, ids, weights)
@@ -101,6 +103,8 @@ def main() -> None:
     parser.add_argument("--tokens", default="1024,4096")
     parser.add_argument("--num-sms", default="24,0")
     parser.add_argument("--slot-bytes", type=int)
+    parser.add_argument("--max-tokens", type=int, help="room for this number of tokens; default: those of a step")
+    parser.add_argument("--ragged", action="store_true", help="not Compact")
     parser.add_argument("--mapped", action="store_true")
     parser.add_argument("--ranks", type=int, help="several share a GPU; default: one for each")
     parser.add_argument("--node-size", type=int, default=1)

@@ -7,10 +7,11 @@
 namespace pplx::cuda::decode {
 namespace {
 
-// kMappedOnly: see is_mapped_only(); the other kernels handle every case. kSent: a lane's vectors of a strip that is summed.
-template <typename T, bool kMappedOnly, int kSent>
+// kMappedOnly: see is_mapped_only(); the other kernels handle every case. kSent: a lane's vectors of a strip that is summed. kPieces: also
+// steps in pieces.
+template <typename T, bool kMappedOnly, int kSent, bool kPieces = !kMappedOnly>
 __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(const __grid_constant__ CombineArguments a) {
-  PPLX_SHARED(typename CombineExtras<kMappedOnly>::Shared, s);
+  PPLX_SHARED(typename CombineExtras<!kPieces>::Shared, s);
   const Common& k = a.common;
   PPLX_SHARED(LaunchTime::Begun, begun);
   const LaunchTime time(k, begun, kCombineWarps - 1);
@@ -24,9 +25,9 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(
   if (a.recv) begin_to_close(k, step);
   time.keep(Op::Combine, step, a.send, a.recv);
   bool rounds = false;
-  if constexpr (!kMappedOnly) {
+  if constexpr (kPieces) {
     rounds = k.heap.in_pieces && s.many != 0;
-    if (rounds) CombineExtras<kMappedOnly>::template send_rounds<T>(a, step, s);
+    if (rounds) CombineExtras<!kPieces>::template send_rounds<T>(a, step, s);
   }
   if (a.send && !rounds) {
     const CombineUnits units(a, s);

@@ -25,9 +25,11 @@ __device__ inline std::uint32_t hear_step(const Common& k, const SendShared& s) 
   return s.step;
 }
 
-// kMappedOnly: see is_mapped_only(); the other kernels handle every case. kHooks: the launch raises words of hooks.
-template <typename Mode, bool kMappedOnly, bool kHooks>
+// kMappedOnly: see is_mapped_only(); the other kernels handle every case, and raise words of hooks, if there are any. kPieces: also steps in
+// pieces.
+template <typename Mode, bool kMappedOnly, bool kPieces = !kMappedOnly>
 __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_constant__ DispatchArguments a) {
+  constexpr bool kHooks = !kMappedOnly;
   PPLX_LAUNCHED_SHARED(words);  // the send half's counts by expert, then the receive half's places
   PPLX_SHARED(DispatchShared, s);
   const Common& k = a.common;
@@ -72,7 +74,7 @@ __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_con
     } else if constexpr (!kMappedOnly) {
       if (warp == kProxyWatcher && k.remote != 0) DispatchExtras<kMappedOnly>::pass_on(a, step);
     }
-    receive_dispatch<kMappedOnly, kHooks>(a, step, s.receive, experts);
+    receive_dispatch<kMappedOnly, kHooks, kPieces>(a, step, s.receive, experts);
     if constexpr (kHooks) HookWords<kHooks>::raise_after_failure(a);
   }
   mark_stage(k, step, Stage::DispatchEnds);

@@ -162,13 +162,13 @@ static __device__ __noinline__ bool receive_showing(const DispatchArguments& a, 
 }
 
 // Receives rows, by any warp of the block that has nothing else to do.
-template <bool kMappedOnly, bool kHooks>
+template <bool kMappedOnly, bool kHooks, bool kPieces>
 __device__ inline void receive_dispatch(const DispatchArguments& a, std::uint32_t step, ReceiveShared& s, const Experts& e) {
   const Common& k = a.common;
   s.rows_known.wait();
   if (!s.good) return;
-  if constexpr (!kMappedOnly)
-    if (k.heap.in_pieces && s.many != 0) return DispatchExtras<kMappedOnly>::template receive_rounds<kHooks>(a, step, s, e);
+  if constexpr (kPieces)
+    if (k.heap.in_pieces && s.many != 0) return DispatchExtras<!kPieces>::template receive_rounds<kHooks>(a, step, s, e);
   const std::uint32_t rows = s.rows_begin[k.c.world] * k.parts;
   const std::uint32_t padding = k.c.zero_pad && k.c.layout == LayoutKind::Ragged ? k.experts : 0;
   for (;;) {

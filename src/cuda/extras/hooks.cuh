@@ -1,4 +1,4 @@
-// The words of src/protocol/hooks.h, as dispatch_recv raises them; in pieces a launch may have none. A warp that has placed its part
+// The words of src/protocol/hooks.h, as dispatch_recv raises them; a launch may have none. A warp that has placed its part
 // of a row counts it, with a release for this GPU and without waiting for anything; the warp that turns counts into places knows how
 // many there will be.
 #pragma once
@@ -41,10 +41,11 @@ struct HookWords<true> {
 
   // Raises all words after a failure, by all threads of a block, behind all that it has counted: a word may have overflowed.
   __device__ static void raise_after_failure(const DispatchArguments& a) {
+    if (a.hooks.planned == nullptr) return;
     __syncthreads();
     if (!stopped(a.common, false)) return;
     for (std::uint32_t word = threadIdx.x; word < a.hooks.words; word += blockDim.x) atomicOr(a.hooks.arrived + word, kRaised);
-    if (threadIdx.x == 0 && a.hooks.planned != nullptr) atomicOr(a.hooks.planned, kRaised);
+    if (threadIdx.x == 0) atomicOr(a.hooks.planned, kRaised);
   }
 
  private:

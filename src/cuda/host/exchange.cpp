@@ -153,7 +153,7 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   sms_ = most_sms_ = wanted_sms_ = sms_of_launch(config, sms_of_gpu(device_), num_sms);
   common_.combine_blocks = sms_ * kCombineBlocksPerSm;
   if (common_.heap.in_pieces) check_pieces();
-  check(load_dispatches(config, false, false, memory_.remote != 0), "loading the kernels of dispatches");
+  check(load_dispatches(config, false, true), "loading the kernels of dispatches");
   check(load_combines(config, false), "loading the kernels of combines");
   std::vector<bool> alive(config.world, true);
   for (std::uint32_t peer = 0; peer < config.world; ++peer)
@@ -233,8 +233,7 @@ void Exchange::use_hooks() {
   const OnDevice on(device_);
   const Config& c = common_.c;
   check(load_hooks(), "loading the kernels of hooks");
-  check(load_dispatches(c, false, true, memory_.remote != 0), "loading the kernels of dispatches with hooks");
-  if (chunk_memory_ != nullptr) check(load_dispatches(c, true, true, memory_.remote != 0), "loading the kernels of large dispatches with hooks");
+  if (chunk_memory_ != nullptr) check(load_dispatches(c, true, true), "loading the kernels of large dispatches with hooks");
   has_hooks_ = true;
   const std::uint32_t sms = sms_of_gpu(device_), most = sms > kSmsLeft ? sms - kSmsLeft : 1;
   sms_ = most_sms_ = wanted_sms_ = std::min(sms_, most);
@@ -438,7 +437,7 @@ void Exchange::make_chunk_counts() {
   if (pieces) common_.showing_rows = std::min(common_.showing_rows, large_tokens_);
   check(load_combines(c, true), "loading the kernels of large combines");
   if (!dispatches) return;
-  check(load_dispatches(c, true, false, memory_.remote != 0), "loading the kernels of large dispatches");
+  check(load_dispatches(c, true, memory_.remote != 0), "loading the kernels of large dispatches");
   const std::uint64_t columns = chunk_columns(c), chunks = most_chunks(c);
   const std::uint64_t totals = 16, taken = totals + 4 * kTotals * columns, ready = align_up(taken + 4 * chunks, 8), counts = align_up(ready + 8 * chunks, 16);
   chunk_bytes_ = counts + 2 * columns * chunks;

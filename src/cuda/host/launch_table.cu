@@ -14,13 +14,12 @@ cudaError_t load(const Choice<Arguments>& choice) {
 
 }  // namespace
 
-cudaError_t load_dispatches(const Config& c, bool large, bool hooks, bool remote) {
+cudaError_t load_dispatches(const Config& c, bool large, bool general) {
   cudaError_t error = cudaSuccess;
   for (std::uint32_t bits = 0; bits < 4 && error == cudaSuccess; ++bits) {
     DispatchCall call;
     call.large = large;
-    call.hooks = hooks;
-    call.remote = remote;
+    call.remote = general;
     call.mapped_only = (bits & 1) != 0;
     call.given_scales = (bits & 2) != 0;
     error = load(choose(c, call));

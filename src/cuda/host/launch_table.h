@@ -90,8 +90,8 @@ auto choose(const Config& c, const Call& call) {
   return call.large ? large::choose(c, call) : decode::choose(c, call);
 }
 
-// Loads every kernel that steps of this size may choose, so that no later call loads a module.
-cudaError_t load_dispatches(const Config& config, bool large, bool hooks, bool remote);
+// Loads every kernel that steps of this size may choose, so that no later call loads a module. general: peers of other nodes, or hooks.
+cudaError_t load_dispatches(const Config& config, bool large, bool general);
 cudaError_t load_combines(const Config& config, bool large);
 template <typename Arguments>
 cudaError_t launch(const Choice<Arguments>& choice, const Arguments& arguments, std::uint32_t blocks, cudaStream_t stream);

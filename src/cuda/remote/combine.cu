@@ -4,9 +4,11 @@
 
 namespace pplx::cuda::decode {
 
-Choice<CombineArguments> choose_general(const Config& c) {
-  return choose_type(c.dtype, [](auto type) -> Choice<CombineArguments> {
-    return {"decode::combine, general", combine<decltype(type), false, kSentVectors>, kCombineThreads, 0};
+Choice<CombineArguments> choose_with_extras(const Config& c, const CombineCall& call) {
+  return choose_type(c.dtype, [&](auto type) -> Choice<CombineArguments> {
+    using T = decltype(type);
+    if (call.mapped_only) return {"decode::combine in pieces", combine<T, true, kSentVectors, true>, kCombineThreads, 0};
+    return {"decode::combine, general", combine<T, false, kSentVectors>, kCombineThreads, 0};
   });
 }
 

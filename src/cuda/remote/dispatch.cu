@@ -1,12 +1,15 @@
-// dispatch() of few tokens in every case: peers of other nodes, dead ranks, replicas, a given plan, few tokens in pieces.
+// dispatch() of few tokens in every case: peers of other nodes, dead ranks, replicas, a given plan, hooks, few tokens in pieces.
 #include "../decode/dispatch_kernel.cuh"
+#include "../extras/hooks.cuh"
 #include "dispatch_extras.cuh"
 
 namespace pplx::cuda::decode {
 
-Choice<DispatchArguments> choose_general(const Config& c, const DispatchCall& call) {
+Choice<DispatchArguments> choose_with_extras(const Config& c, const DispatchCall& call) {
   return choose_mode(c, call, [&](auto mode) {
-    return decode_choice("decode::dispatch, general", c, dispatch<decltype(mode), false, false>, bytes_of_rounds(c));
+    using Mode = decltype(mode);
+    if (call.mapped_only && !call.hooks) return decode_choice("decode::dispatch in pieces", c, dispatch<Mode, true, true>, bytes_of_rounds(c));
+    return decode_choice("decode::dispatch, general", c, dispatch<Mode, false>, bytes_of_rounds(c));
   });
 }
 
