@@ -6,7 +6,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from cases import Case
+from cases import Case, in_pieces
 from emulation_cases import LARGE, ON_X86_64, PARTS, case_of, module, numbers, run_refused
 from harness import Crew, seed
 from open_step_cases import small_case
@@ -93,6 +93,17 @@ def test_explain_names_the_kernels_of_a_step(layout: str, large: str) -> None:
             assert "1 tokens are fewer than 8" in of_one[0]["why"] and "8 tokens are large, from 8 on" in of_all[0]["why"]
             assert "1 tokens are fewer than 4" in of_one[1]["why"] and "8 tokens are large, from 4 on" in of_all[1]["why"]
             assert of_all[0]["shared_bytes"] > of_one[0]["shared_bytes"] > 0
+
+
+def test_explain_names_the_kernels_of_pieces() -> None:
+    case = in_pieces(Case(seed(), 2, num_experts=8, top_k=2, hidden=64, max_tokens=600, steps=1), on_gpu=True)
+    with Crew(2, {"PPLX_EMULATION_SMS": "7"}) as crew:
+        for of_one, of_all in crew.run("emulated:explained", module(), case):
+            assert [launch["kernel"] for launch in of_one] == ["decode::dispatch in pieces", "decode::combine in pieces"]
+            assert [launch["kernel"] for launch in of_all] == [
+                "large::dispatch in rounds",
+                "large::combine, rows are sums, with extras",
+            ]
 
 
 def test_large_steps_of_many_chunks() -> None:

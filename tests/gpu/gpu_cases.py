@@ -247,7 +247,8 @@ def answers_that_look_blank(me: Any, case: Case, steps: int) -> None:
         for _ in range(steps):
             tokens = torch.randint(case.max_tokens // 2, case.max_tokens + 1, (world,), generator=g).tolist()
             ids = [torch.rand(n, case.num_experts, generator=g).topk(case.top_k).indices for n in tokens][me.rank]
-            blank = torch.rand(world, world, case.max_tokens, vectors, generator=g) < 0.1  # by rank of the expert, source, token
+            # [rank of the expert, source, token, vector]
+            blank = torch.rand(world, world, case.max_tokens, vectors, generator=g) < 0.1
             d = a2a.dispatch(torch.zeros(len(ids), case.hidden, dtype=dtype, device=device), ids.to(device))
             settle()
             assert d.num_rows is not None

@@ -46,13 +46,15 @@ inline constexpr std::uint32_t kCombineThreads = 32 * kCombineWarps;
 inline constexpr int kSentVectors = 4, kSentVectorsOfFew = 2, kReceivedVectors = 2, kReceivedVectorsOfFew = 1;
 constexpr int received_vectors(int sent) { return sent == kSentVectorsOfFew ? kReceivedVectorsOfFew : kReceivedVectors; }
 inline constexpr std::uint32_t kStripsTogether = 2;
-// Rows of Compact are only copied, so a warp has all of a strip on its way before it stores any of it: up to so many vectors a lane, that each
-// warp has one strip. Several strips of many thread blocks fill the link at any width.
+// Rows of Compact are only copied, so a warp has all of a strip on its way before it stores any of it. copied_vectors: the least number of
+// vectors with which no warp has two strips; where that is more than a warp holds, long strips pay on few multiprocessors alone.
 inline constexpr int kCopiedVectors = 14;
+inline constexpr std::uint32_t kBlocksOfLongStrips = 32;
 constexpr int copied_vectors(std::uint64_t rows, std::uint32_t row_bytes, std::uint32_t blocks) {
-  const std::uint64_t warps = std::uint64_t{kCombineWarps} * blocks, fair = (rows * ((row_bytes + 511) / 512) + warps - 1) / warps;
-  if (fair > kCopiedVectors && blocks > kFewBlocks) return kSentVectors;
-  return static_cast<int>(std::clamp<std::uint64_t>(fair, kSentVectors, kCopiedVectors));
+  const std::uint64_t strips = std::max<std::uint64_t>(1, kCombineWarps * blocks / std::max<std::uint64_t>(1, rows));
+  const std::uint64_t vectors = (row_bytes + 511) / 512, wide = (vectors + strips - 1) / strips;
+  if (wide > kCopiedVectors && blocks > kBlocksOfLongStrips) return kSentVectors;
+  return static_cast<int>(std::clamp<std::uint64_t>(wide, kSentVectors, kCopiedVectors));
 }
 // rows: those that a rank may receive if all send it the number of tokens that it sends.
 constexpr bool sends_few(std::uint64_t rows, std::uint32_t strips, std::uint32_t blocks) {

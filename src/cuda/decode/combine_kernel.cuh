@@ -25,11 +25,10 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(
   if (a.recv) begin_to_close(k, step);
   time.keep(Op::Combine, step, a.send, a.recv);
   bool rounds = false;
-  if constexpr (kPieces) {
-    rounds = k.heap.in_pieces && s.many != 0;
-    if (rounds) CombineExtras<!kPieces>::template send_rounds<T>(a, step, s);
-  }
-  if (a.send && !rounds) {
+  if constexpr (kPieces) rounds = k.heap.in_pieces && s.many != 0;
+  if (kPieces && rounds) {
+    if constexpr (kPieces) CombineExtras<!kPieces>::template send_rounds<T>(a, step, s);
+  } else if (a.send) {
     const CombineUnits units(a, s);
     const std::uint32_t senders = kCombineWarps - (kMappedOnly && a.recv ? receivers_of_combine(units.all, gridDim.x) : 0);
     if (threadIdx.x / 32 == kCombineWarps - 1) {  // the others ask whose the block's share is when their first sums are ready

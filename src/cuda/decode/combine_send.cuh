@@ -207,27 +207,27 @@ __device__ inline void sum_row(const CombineArguments& a, const Places& places, 
   sums.add(n, begin, end, pointer, weight_of);
 }
 
-// A lane's vectors [begin, end) of a row of Compact: zeroes where the row has no place.
-struct CopiedStrip {
-  uint4 v[kCopiedVectors];
-
-  __device__ CopiedStrip(const CombineArguments& a, const Places& places, std::uint32_t begin, std::uint32_t end) {
-    const std::uint32_t place = __shfl_sync(~0u, places.out_row, 0);
-    const char* const from = a.expert_out + (place == kNone ? 0 : place) * a.expert_stride;
+// Copies a lane's vectors [begin, end) of a row of Compact, at most kVectors, or sends zeroes where the row has no place. False: may_send()
+// says no, which it is asked once all are on their way.
+template <int kVectors, typename MaySend>
+__device__ inline bool copy_strip(const CombineArguments& a, const Places& places, char* to, std::uint32_t begin, std::uint32_t end,
+                                  const MaySend& may_send) {
+  const std::uint32_t place = __shfl_sync(~0u, places.out_row, 0);
+  const char* const from = a.expert_out + (place == kNone ? 0 : place) * a.expert_stride;
+  uint4 v[kVectors];
 #pragma unroll
-    for (int j = 0; j < kCopiedVectors; ++j) {
-      v[j] = make_uint4(0, 0, 0, 0);
-      if (place != kNone && begin + j * 512 < end) v[j] = load_input(from + begin + j * 512);
-    }
+  for (int j = 0; j < kVectors; ++j) {
+    v[j] = make_uint4(0, 0, 0, 0);
+    if (place != kNone && begin + j * 512 < end) v[j] = load_input(from + begin + j * 512);
   }
-  __device__ void send(char* to, std::uint32_t begin, std::uint32_t end) {
+  if (!may_send()) return false;
 #pragma unroll
-    for (int j = 0; j < kCopiedVectors; ++j) {
-      if (is_blank(v[j])) v[j].w = 0x7fffffffu;  // stays a NaN
-      if (begin + j * 512 < end) store_vec16(to + begin + j * 512, v[j]);
-    }
+  for (int j = 0; j < kVectors; ++j) {
+    if (is_blank(v[j])) v[j].w = 0x7fffffffu;  // stays a NaN
+    if (begin + j * 512 < end) store_vec16(to + begin + j * 512, v[j]);
   }
-};
+  return true;
+}
 
 // Strips [strip, strip + together) of the nth row, as far as it has them. own: of this block's own share.
 template <typename T, bool kMappedOnly, int kVectors>
@@ -251,15 +251,17 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   for (; strip < last; ++strip) {
     const std::uint32_t begin = strip * a.sent.bytes() + threadIdx.x % 32 * 16, end = min(k.row_bytes, (strip + 1) * a.sent.bytes());
     fuzz_delay(k, std::uint64_t{step} << 32 | begin);
+    const auto may_send = [&] { return may_store(s, own); };
     if (kVectors == kSentVectors && k.c.layout == LayoutKind::Compact) {
-      CopiedStrip copied(a, places, begin, end);
-      if (!may_store(s, own)) return;
-      copied.send(to, begin, end);
+      const bool wide = kMappedOnly && a.sent.vectors > kSentVectors;
+      if (!(wide ? copy_strip<kCopiedVectors>(a, places, to, begin, end, may_send)
+                 : copy_strip<kSentVectors>(a, places, to, begin, end, may_send)))
+        return;
       continue;
     }
     Sums<T, kVectors> sums;
     sum_row(a, places, n, begin, end, sums);
-    if (!may_store(s, own)) return;
+    if (!may_send()) return;
     sums.send(to, begin, end);
   }
   mark_stage(k, step, Stage::Sent);

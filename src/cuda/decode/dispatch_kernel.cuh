@@ -25,8 +25,8 @@ __device__ inline std::uint32_t hear_step(const Common& k, const SendShared& s) 
   return s.step;
 }
 
-// kMappedOnly: see is_mapped_only(); the other kernels handle every case, and raise words of hooks, if there are any. kPieces: also steps in
-// pieces.
+// kMappedOnly: see is_mapped_only(); the other kernels handle every case, and raise words of hooks, if there are any. kPieces: also steps
+// in pieces.
 template <typename Mode, bool kMappedOnly, bool kPieces = !kMappedOnly>
 __global__ void __launch_bounds__(kDispatchThreads, 1) dispatch(const __grid_constant__ DispatchArguments a) {
   constexpr bool kHooks = !kMappedOnly;

@@ -89,10 +89,10 @@ PieceArguments Exchange::pieces_of(const Launch& launch) const {
 Strips Exchange::sent_strips(const CombineArguments& a) const {
   const std::uint64_t rows = std::uint64_t{a.tokens} * std::min(common_.c.world, common_.c.top_k);
   const std::uint32_t bytes = common_.row_bytes, blocks = common_.combine_blocks;
-  const bool copied = common_.c.layout == LayoutKind::Compact, plain = is_mapped_only(a) && !common_.heap.in_pieces;
+  const bool copied = common_.c.layout == LayoutKind::Compact, mapped_only = is_mapped_only(a);
   const Strips few(bytes, kSentVectorsOfFew);
-  if ((copied || plain) && sends_few(rows, few.strips, blocks)) return few;
-  const int wide = copied ? copied_vectors(rows, bytes, blocks) : kSentVectors;
+  if ((copied || (mapped_only && !common_.heap.in_pieces)) && sends_few(rows, few.strips, blocks)) return few;
+  const int wide = copied && mapped_only ? copied_vectors(rows, bytes, blocks) : kSentVectors;
   return wide == kSentVectors ? Strips(bytes, kSentVectors) : Strips(bytes, wide, 1);
 }
 

@@ -8,8 +8,9 @@ namespace pplx::cuda::decode {
 Choice<DispatchArguments> choose_with_extras(const Config& c, const DispatchCall& call) {
   return choose_mode(c, call, [&](auto mode) {
     using Mode = decltype(mode);
-    if (call.mapped_only && !call.hooks) return decode_choice("decode::dispatch in pieces", c, dispatch<Mode, true, true>, bytes_of_rounds(c));
-    return decode_choice("decode::dispatch, general", c, dispatch<Mode, false>, bytes_of_rounds(c));
+    const std::uint32_t rounds = bytes_of_rounds(c);
+    if (call.mapped_only && !call.hooks) return decode_choice("decode::dispatch in pieces", c, dispatch<Mode, true, true>, rounds);
+    return decode_choice("decode::dispatch, general", c, dispatch<Mode, false>, rounds);
   });
 }
 

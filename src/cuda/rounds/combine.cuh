@@ -39,7 +39,7 @@ template <typename T, bool kExtras>
       const std::uint32_t begin = at + lane * 16;
       fuzz_delay(k, std::uint64_t{step} << 32 | at);
       if (copied) {
-        CopiedStrip(a, places, begin, k.row_bytes).send(row, begin, k.row_bytes);
+        copy_strip<kCopiedVectors>(a, places, row, begin, k.row_bytes, [] { return true; });
       } else {
         Sums<T, kSentVectors> sums;
         sum_row(a, places, n, begin, k.row_bytes, sums);
