@@ -155,6 +155,14 @@ def test_rows_of_several_parts(world: int, room: int, many: int) -> None:
             crew.run("emulated:call", module(), "rank_cases:exchange", case, timeout=200)
 
 
+@pytest.mark.parametrize("least", [8, 1000])
+@pytest.mark.parametrize("layout", ["compact", "ragged"])
+def test_rows_that_are_missing(layout: str, least: int) -> None:
+    with Crew(2, {"PPLX_COMM_LARGE_TOKENS": str(least), "PPLX_EMULATION_SMS": "7"}) as crew:
+        case = Case(seed(), 2, num_experts=6, top_k=3, hidden=264, max_tokens=40, dtype="bfloat16", layout=layout)
+        crew.run("emulated:call", module(), "gpu_cases:missing_rows", case, 4)
+
+
 @pytest.mark.parametrize("scale_layout", ["row", "tma"])
 @pytest.mark.parametrize("wire", ["fp8", "mxfp8"])
 def test_large_steps_of_tokens_that_are_codes(wire: str, scale_layout: str) -> None:

@@ -266,6 +266,37 @@ def answers_that_look_blank(me: Any, case: Case, steps: int) -> None:
             a2a.check()
 
 
+def missing_rows(me: Any, case: Case, steps: int) -> None:
+    """Rows that expert_out does not have count as zero, whatever lies behind it, and the next check says so."""
+    g = torch.Generator().manual_seed(case.seed + me.rank)
+    dtype, device = DTYPES[case.dtype], gpu_of(me)
+    with rank_cases.open_all_to_all(me, case, device=str(device)) as a2a:
+        for _ in range(steps):
+            tokens = int(torch.randint(1, case.max_tokens + 1, (), generator=g))
+            ids = torch.rand(tokens, case.num_experts, generator=g).topk(case.top_k).indices.to(device)
+            x = torch.zeros(tokens, case.hidden, dtype=dtype, device=device)
+            d = a2a.dispatch(x, ids)
+            settle()
+            rows = _rows_of(d, case.layout)
+            end = int(rows.max()) + 1 if len(rows) else 0
+            cut = end - int(torch.randint(0, end // 2 + 1, (), generator=g))
+            out = torch.randn(d.x.shape, generator=g).to(device, dtype)
+            y, wanted = torch.full((2, tokens, case.hidden), torch.nan, dtype=dtype, device=device)
+
+            def combine(out: torch.Tensor, d: pc.Dispatched, y: torch.Tensor) -> None:
+                a2a.combine(out, d, out=y)
+                settle()
+                a2a.check()
+
+            if cut < end:
+                outcomes.mistake(functools.partial(combine, out[:cut], d, y), "fewer rows")
+            else:
+                combine(out, d, y)
+            out[cut:] = 0
+            combine(out, a2a.dispatch(x, ids), wanted)
+            outcomes.must(torch.equal(y, wanted), case, "rows", cut, "of", end)
+
+
 def _rows_of(d: pc.Dispatched, layout: str) -> torch.Tensor:
     """Returns the rows of d.x that something was dispatched to, as one list whatever the layout."""
     if layout == "compact":

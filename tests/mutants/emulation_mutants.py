@@ -423,7 +423,7 @@ MUTANTS = [
         "    if ((with_tail || has_many(s, run.source)) && lane == 0)",
         "    if (run.rows == 0 && lane == 0)",
         "its source waits for it for ever",
-        "test_rows_of_several_parts",
+        "test_rows_that_are_missing",
         "_cuda",
     ),
     Mutant(
