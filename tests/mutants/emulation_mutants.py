@@ -337,9 +337,9 @@ MUTANTS = [
     ),
     Mutant(
         "copied: what looks blank leaves as it came",
-        "src/cuda/decode/combine_send.cuh",
-        "if (is_blank(v[j])) v[j].w",
-        "if (is_blank(v[j]) && begin == ~0u) v[j].w",
+        "src/cuda/common/arrival.cuh",
+        "if (is_blank(v)) v.w",
+        "if (is_blank(v) && place == nullptr) v.w",
         "its receiver waits for ever",
         "test_answers_that_look_blank",
         "_cuda",

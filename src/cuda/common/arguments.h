@@ -316,9 +316,9 @@ struct Strips {
   constexpr std::uint32_t bytes() const { return vectors * 512; }
 
   Strips() = default;
-  Strips(std::uint32_t row_bytes, int vectors, std::uint32_t together = kStripsTogether)
+  Strips(std::uint32_t row_bytes, int vectors)
       : vectors(vectors),
-        together(together),
+        together(vectors > kSentVectors ? 1 : kStripsTogether),
         strips(ceil_div(row_bytes, bytes())),
         runs(ceil_div(strips, together)),
         by_strips(strips),

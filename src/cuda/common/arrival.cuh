@@ -3,8 +3,9 @@
 //
 //   tagged   its last word is the step's: counts, routes, headers. What lay there before has another tag.
 //   blank    rows. A place is blank, all ones, until its vec16 is stored there; its reader makes it blank again. A sum is never
-//            blank: arithmetic makes NaNs of one bit pattern only, and that has a zero. A dispatch carries any bits: a row of which some
-//            vec16 looks blank gets an arrival word, and a reader that waits for long looks at that.
+//            blank: arithmetic makes NaNs of one bit pattern only, and that has a zero. Numbers that are copied may look blank, and become
+//            such a NaN (store_numbers). A dispatch carries any bits: a row of which some vec16 looks blank gets an arrival word, and a
+//            reader that waits for long looks at that.
 //
 // A place is written again only after its reader has made it blank: a peer answers the set's next dispatch, which this rank sends
 // in a kernel after the one that read; and a dispatch's places are read before its combine is sent.
@@ -16,6 +17,12 @@ namespace pplx::cuda {
 
 __device__ inline bool is_blank(const uint4& v) { return v.w == kBlank; }
 __device__ inline void make_blank(char* place) { *reinterpret_cast<uint4*>(place) = make_uint4(kBlank, kBlank, kBlank, kBlank); }
+
+// Stores numbers of the caller's. What looks blank is a NaN, and stays one.
+__device__ inline void store_numbers(char* place, uint4 v) {
+  if (is_blank(v)) v.w = 0x7fffffffu;
+  store_vec16(place, v);
+}
 
 // Looks of a wait between two calls of poll_failure().
 inline constexpr std::uint32_t kLooksBetween = 64;

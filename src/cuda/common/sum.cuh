@@ -66,13 +66,8 @@ struct Sums {
   }
   __device__ void store(char* to, std::uint32_t begin, std::uint32_t end) const { store(to, begin, end, store16); }
   __device__ void send(char* to, std::uint32_t begin, std::uint32_t end) const { store(to, begin, end, store_vec16); }
-  // To a replica. A token without rows leaves what it is accumulated on: a float of the caller's may look blank. It stays a NaN.
-  __device__ void give(char* to, std::uint32_t begin, std::uint32_t end) const {
-    store(to, begin, end, [](char* place, uint4 v) {
-      if (is_blank(v)) v.w = 0x7fffffffu;
-      store_vec16(place, v);
-    });
-  }
+  // To a replica. A token without rows leaves what it is accumulated on, numbers of the caller's.
+  __device__ void give(char* to, std::uint32_t begin, std::uint32_t end) const { store(to, begin, end, store_numbers); }
 };
 
 }  // namespace pplx::cuda

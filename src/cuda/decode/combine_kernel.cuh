@@ -26,7 +26,7 @@ __global__ void __launch_bounds__(kCombineThreads, kCombineBlocksPerSm) combine(
   time.keep(Op::Combine, step, a.send, a.recv);
   bool rounds = false;
   if constexpr (kPieces) rounds = k.heap.in_pieces && s.many != 0;
-  if (kPieces && rounds) {
+  if (rounds) {
     if constexpr (kPieces) CombineExtras<!kPieces>::template send_rounds<T>(a, step, s);
   } else if (a.send) {
     const CombineUnits units(a, s);

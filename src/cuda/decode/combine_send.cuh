@@ -222,10 +222,8 @@ __device__ inline bool copy_strip(const CombineArguments& a, const Places& place
   }
   if (!may_send()) return false;
 #pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    if (is_blank(v[j])) v[j].w = 0x7fffffffu;  // stays a NaN
-    if (begin + j * 512 < end) store_vec16(to + begin + j * 512, v[j]);
-  }
+  for (int j = 0; j < kVectors; ++j)
+    if (begin + j * 512 < end) store_numbers(to + begin + j * 512, v[j]);
   return true;
 }
 

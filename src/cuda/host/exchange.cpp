@@ -153,7 +153,7 @@ Exchange::Exchange(const Config& config, Memory memory, int device, double timeo
   sms_ = most_sms_ = wanted_sms_ = sms_of_launch(config, sms_of_gpu(device_), num_sms);
   common_.combine_blocks = sms_ * kCombineBlocksPerSm;
   if (common_.heap.in_pieces) check_pieces();
-  check(load_dispatches(config, false, true), "loading the kernels of dispatches");
+  check(load_dispatches(config, false, false), "loading the kernels of dispatches");
   check(load_combines(config, false), "loading the kernels of combines");
   std::vector<bool> alive(config.world, true);
   for (std::uint32_t peer = 0; peer < config.world; ++peer)

@@ -92,8 +92,7 @@ Strips Exchange::sent_strips(const CombineArguments& a) const {
   const bool copied = common_.c.layout == LayoutKind::Compact, mapped_only = is_mapped_only(a);
   const Strips few(bytes, kSentVectorsOfFew);
   if ((copied || (mapped_only && !common_.heap.in_pieces)) && sends_few(rows, few.strips, blocks)) return few;
-  const int wide = copied && mapped_only ? copied_vectors(rows, bytes, blocks) : kSentVectors;
-  return wide == kSentVectors ? Strips(bytes, kSentVectors) : Strips(bytes, wide, 1);
+  return Strips(bytes, copied && mapped_only ? copied_vectors(rows, bytes, blocks) : kSentVectors);
 }
 
 void Exchange::add_nodes(CombineArguments& a) const {
@@ -209,7 +208,7 @@ std::vector<ExplainedLaunch> Exchange::explain(std::uint32_t tokens) const {
   d.common = common_;
   d.ids = &common_;  // a plan is made
   DispatchCall dispatch(d, own >= large_dispatch());
-  dispatch.hooks = has_hooks_;
+  dispatch.general = dispatch.general || has_hooks_;
   CombineArguments a;
   a.common = common_;
   a.tokens = tokens;

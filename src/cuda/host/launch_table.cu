@@ -19,7 +19,7 @@ cudaError_t load_dispatches(const Config& c, bool large, bool general) {
   for (std::uint32_t bits = 0; bits < 4 && error == cudaSuccess; ++bits) {
     DispatchCall call;
     call.large = large;
-    call.remote = general;
+    call.general = general;
     call.mapped_only = (bits & 1) != 0;
     call.given_scales = (bits & 2) != 0;
     error = load(choose(c, call));

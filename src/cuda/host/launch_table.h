@@ -23,17 +23,15 @@ inline bool is_mapped_only(const CombineArguments& a) {
 struct DispatchCall {
   bool large = false;
   bool mapped_only = false;  // is_mapped_only()
-  bool remote = false;  // some peers are of other nodes
+  bool general = false;  // some peers are of other nodes, or the launch raises words of hooks
   bool given_scales = false;
-  bool hooks = false;  // the launch raises words of hooks
 
   DispatchCall() = default;
   DispatchCall(const DispatchArguments& a, bool large)
       : large(large),
         mapped_only(is_mapped_only(a)),
-        remote(a.common.remote != 0),
-        given_scales(a.scales != nullptr),
-        hooks(a.hooks.planned != nullptr && (a.recv || large)) {}
+        general(a.common.remote != 0 || (a.hooks.planned != nullptr && (a.recv || large))),
+        given_scales(a.scales != nullptr) {}
 };
 
 struct CombineCall {
@@ -90,7 +88,7 @@ auto choose(const Config& c, const Call& call) {
   return call.large ? large::choose(c, call) : decode::choose(c, call);
 }
 
-// Loads every kernel that steps of this size may choose, so that no later call loads a module. general: peers of other nodes, or hooks.
+// Loads every kernel that steps of this size may choose, so that no later call loads a module.
 cudaError_t load_dispatches(const Config& config, bool large, bool general);
 cudaError_t load_combines(const Config& config, bool large);
 template <typename Arguments>

@@ -10,7 +10,7 @@ Choice<DispatchArguments> choose(const Config& c, const DispatchCall& call) {
   if (in_pieces(c)) return choose_rounds(c, call);
   return choose_mode(c, call, [&](auto mode) -> Choice<DispatchArguments> {
     using Mode = decltype(mode);
-    if (call.hooks || call.remote) return {"large::dispatch, general", dispatch<Mode, true, false>, kLargeThreads, DispatchMemory(c).bytes};
+    if (call.general) return {"large::dispatch, general", dispatch<Mode, true, false>, kLargeThreads, DispatchMemory(c).bytes};
     return {"large::dispatch", dispatch<Mode, false, false>, kLargeThreads, DispatchMemory(c).bytes};
   });
 }

@@ -9,7 +9,7 @@ Choice<DispatchArguments> choose_with_extras(const Config& c, const DispatchCall
   return choose_mode(c, call, [&](auto mode) {
     using Mode = decltype(mode);
     const std::uint32_t rounds = bytes_of_rounds(c);
-    if (call.mapped_only && !call.hooks) return decode_choice("decode::dispatch in pieces", c, dispatch<Mode, true, true>, rounds);
+    if (call.mapped_only && !call.general) return decode_choice("decode::dispatch in pieces", c, dispatch<Mode, true, true>, rounds);
     return decode_choice("decode::dispatch, general", c, dispatch<Mode, false>, rounds);
   });
 }
