@@ -316,9 +316,9 @@ struct Strips {
   constexpr std::uint32_t bytes() const { return vectors * 512; }
 
   Strips() = default;
-  Strips(std::uint32_t row_bytes, int vectors)
+  Strips(std::uint32_t row_bytes, int vectors, std::uint32_t together = kStripsTogether)
       : vectors(vectors),
-        together(vectors > kSentVectors ? 1 : kStripsTogether),
+        together(together),
         strips(ceil_div(row_bytes, bytes())),
         runs(ceil_div(strips, together)),
         by_strips(strips),

@@ -47,7 +47,8 @@ inline constexpr int kSentVectors = 4, kSentVectorsOfFew = 2, kReceivedVectors =
 constexpr int received_vectors(int sent) { return sent == kSentVectorsOfFew ? kReceivedVectorsOfFew : kReceivedVectors; }
 inline constexpr std::uint32_t kStripsTogether = 2;
 // Rows of Compact are only copied, so a warp has all of a strip on its way before it stores any of it. copied_vectors: the least number of
-// vectors with which no warp has two strips; where that is more than a warp holds, long strips pay on few multiprocessors alone.
+// vectors with which no warp has two strips; where that is more than a warp holds, long strips pay on few multiprocessors alone, and two
+// short ones after each other on some more.
 inline constexpr int kCopiedVectors = 14;
 inline constexpr std::uint32_t kBlocksOfLongStrips = 32;
 constexpr int copied_vectors(std::uint64_t rows, std::uint32_t row_bytes, std::uint32_t blocks) {
@@ -55,6 +56,9 @@ constexpr int copied_vectors(std::uint64_t rows, std::uint32_t row_bytes, std::u
   const std::uint64_t vectors = (row_bytes + 511) / 512, wide = (vectors + strips - 1) / strips;
   if (wide > kCopiedVectors && blocks > kBlocksOfLongStrips) return kSentVectors;
   return static_cast<int>(std::clamp<std::uint64_t>(wide, kSentVectors, kCopiedVectors));
+}
+constexpr std::uint32_t copies_together(int vectors, std::uint32_t blocks) {
+  return vectors > kSentVectors || blocks > kFewBlocks ? 1 : kStripsTogether;
 }
 // rows: those that a rank may receive if all send it the number of tokens that it sends.
 constexpr bool sends_few(std::uint64_t rows, std::uint32_t strips, std::uint32_t blocks) {

@@ -92,7 +92,9 @@ Strips Exchange::sent_strips(const CombineArguments& a) const {
   const bool copied = common_.c.layout == LayoutKind::Compact, mapped_only = is_mapped_only(a);
   const Strips few(bytes, kSentVectorsOfFew);
   if ((copied || (mapped_only && !common_.heap.in_pieces)) && sends_few(rows, few.strips, blocks)) return few;
-  return Strips(bytes, copied && mapped_only ? copied_vectors(rows, bytes, blocks) : kSentVectors);
+  if (!copied || !mapped_only) return Strips(bytes, kSentVectors);
+  const int vectors = copied_vectors(rows, bytes, blocks);
+  return Strips(bytes, vectors, copies_together(vectors, blocks));
 }
 
 void Exchange::add_nodes(CombineArguments& a) const {
