@@ -73,6 +73,7 @@ def test_graph_replay(crew: Crews, transport: str) -> None:
     assert crew.run("gpu_cases:replay", small(transport, wire="fp8", align=8), 300, timeout=200) == [0] * RANKS
 
 
+@pytest.mark.alone
 @pytest.mark.skipif(AT_ONCE < RANKS, reason="ranks that share a GPU hold it for each other")
 def test_beside_a_kernel_that_holds_the_gpu(crew: Crews) -> None:
     """Thread blocks that do not run yet have no rows that replicas wait for."""
