@@ -135,15 +135,8 @@ void bind_carrier(py::module_& m) {
   m.attr("version") = std::to_string(kVersion.major) + "." + std::to_string(kVersion.minor) + "." + std::to_string(kVersion.patch);
   m.def("is_initialized", &is_initialized, "True if this process has an NVSHMEM, begun by any library.");
   m.def("unique_id", [] { return py::bytes(unique_id()); }, "Makes the id for init(), on one rank.");
-  m.def(
-      "init",
-      [](int device, const py::bytes& id, int rank, int world) {
-        const std::string bytes = id;
-        const py::gil_scoped_release unlocked;
-        init(device, bytes, rank, world);
-      },
-      py::arg("device"), py::arg("unique_id"), py::arg("rank"), py::arg("world"),
-      "Collective; may wait for ever for a rank that does not come.");
+  m.def("init", &init, py::arg("device"), py::arg("unique_id"), py::arg("rank"), py::arg("world"), Unlocked(),
+        "Collective; may wait for ever for a rank that does not come.");
   m.def("attach", &attach, py::arg("device"), Unlocked(), "Requires is_initialized(). Gives this module's kernels its state.");
   m.def("my_pe", [] { return nvshmem_my_pe(); });
   m.def("n_pes", [] { return nvshmem_n_pes(); });

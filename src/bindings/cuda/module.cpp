@@ -56,23 +56,11 @@ const py::module_local kLocal(true);
 const py::module_local kLocal(false);
 #endif
 
-// Each of these answers 0 where there is no driver: a failed call leaves its argument alone.
-int device_count() {
-  int count = 0;
-  cudaGetDeviceCount(&count);
-  return count;
-}
-
-int driver_version() {
-  int version = 0;
-  cudaDriverGetVersion(&version);
-  return version;
-}
-
-int runtime_version() {
-  int version = 0;
-  cudaRuntimeGetVersion(&version);
-  return version;
+// Returns 0 where there is no driver: a failed call leaves its argument alone.
+int number_of(cudaError_t (*query)(int*)) {
+  int number = 0;
+  query(&number);
+  return number;
 }
 
 // As sysfs spells it, where NICs are looked for near it.
@@ -380,8 +368,8 @@ void bind_carrier(py::module_& m);  // its host side
 
 void bind(py::module_& m) {
   bind_trace(m);
-  m.def("device_count", &device_count, "CUDA devices that this process sees; 0 without a driver.");
-  m.def("driver_version", &driver_version, "The CUDA version of the driver (13000 is 13.0); 0 without one.");
+  m.def("device_count", [] { return number_of(cudaGetDeviceCount); }, "CUDA devices that this process sees; 0 without a driver.");
+  m.def("driver_version", [] { return number_of(cudaDriverGetVersion); }, "The CUDA version of the driver (13000 is 13.0); 0 without one.");
   m.def(
       "gdrcopy_refusal",
       [](int device) -> std::optional<std::string> {
@@ -393,7 +381,7 @@ void bind(py::module_& m) {
   m.def("pci_address", &pci_address, py::arg("device"), "PCI address of that GPU.");
   m.def("write_ordering", &write_ordering, py::arg("pci"),
         "Ordering of a NIC's writes, as the GPU at that PCI address sees them; None: NICs do not reach it.");
-  m.def("runtime_version", &runtime_version, "The CUDA version that this module was built with.");
+  m.def("runtime_version", [] { return number_of(cudaRuntimeGetVersion); }, "The CUDA version that this module was built with.");
 #ifdef PPLX_CUDA_STAGES
   m.attr("stages") = std::vector<std::string>(std::begin(kStages), std::end(kStages));
   m.attr("spans") = std::vector<std::string>(std::begin(kSpans), std::end(kSpans));

@@ -102,7 +102,6 @@ void Exchange::add_nodes(CombineArguments& a) const {
   std::copy(memory_.nodes.begin(), memory_.nodes.end(), a.node_of);
 }
 
-
 // A send half never waits: it sends only the rounds that have room from the start.
 void Exchange::cut(DispatchArguments& a) const {
   PieceArguments& p = a.pieces;
@@ -158,7 +157,7 @@ std::int64_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, cons
     throw Misuse(too_many_open_text("a step", c.in_flight));
   const bool pieces = common_.heap.in_pieces, ordered = pieces || c.node_ranks != 0;
   if (ordered && launch.halves == kRecv)
-    check_order(launches_.open_with(here, launch.buffer).receives_early(launch.buffer), "dispatch_recv");
+    check_order(launches_.open_with(here, launch.buffer).early(launch.buffer, Op::Dispatch), "dispatch_recv");
   if (ordered && launch.halves == (kSend | kRecv)) check_order(here.opens_early(steps_.next()), "dispatch_recv");
   // A dispatch notes how many thread blocks the combine of its step will have, so that number stays while a step is open.
   if (sms_ != wanted_sms_ && here.open_steps() == 0 && launches_.eager().open_steps() == 0) {
@@ -188,7 +187,7 @@ std::int64_t Exchange::dispatch(const Launch& launch, const Tokens& tokens, cons
   if (pieces && large) cut(a);
   here.follow(stream, a.send);
   if ((launch.halves & kSend) != 0) here.after_received(stream);
-  check(cuda::launch(choose(c, DispatchCall(a, large)), a, blocks, stream), "launching dispatch");
+  check(cuda::launch(choose(c, call_of(a, large)), a, blocks, stream), "launching dispatch");
   if (!a.recv) here.note_send(stream);
   if ((launch.halves & kSend) == 0) {
     if (ordered) launches_.open_with(here, launch.buffer).receive(launch.buffer);
@@ -209,14 +208,14 @@ std::vector<ExplainedLaunch> Exchange::explain(std::uint32_t tokens) const {
   DispatchArguments d;
   d.common = common_;
   d.ids = &common_;  // a plan is made
-  DispatchCall dispatch(d, own >= large_dispatch());
+  DispatchCall dispatch = call_of(d, own >= large_dispatch());
   dispatch.general = dispatch.general || has_hooks_;
   CombineArguments a;
   a.common = common_;
   a.tokens = tokens;
   add_nodes(a);
   a.sent = sent_strips(a);
-  const CombineCall combine(a, own >= common_.word_rows);
+  const CombineCall combine = call_of(a, own >= common_.word_rows);
   const auto size = [&](std::uint32_t from) {
     if (from == 0) return std::string("every step of this AllToAll in pieces is large");
     if (from == kNone) return std::string("no step of this AllToAll is large");
@@ -262,7 +261,8 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   Launches::Sequence& here = launches_.on(stream);
   Launches::Sequence& opened = launches_.open_with(here, launch.buffer);
   const bool pieces = common_.heap.in_pieces;
-  if ((pieces || common_.c.node_ranks != 0) && (launch.halves & kRecv) != 0) check_order(opened.sums_early(launch.buffer), "combine_recv");
+  if ((pieces || common_.c.node_ranks != 0) && (launch.halves & kRecv) != 0)
+    check_order(opened.early(launch.buffer, Op::Combine), "combine_recv");
   CombineArguments a;
   static_cast<ExpertOutputs&>(a) = outputs;
   static_cast<Result&>(a) = result;
@@ -283,7 +283,7 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   if (pieces) a.pieces = pieces_of(launch);
   if (pieces && !a.recv) a.pieces.end = kPlaces;
   here.follow(stream, a.send);
-  check(cuda::launch(choose(common_.c, CombineCall(a, large)), a, common_.combine_blocks, stream), "launching combine");
+  check(cuda::launch(choose(common_.c, call_of(a, large)), a, common_.combine_blocks, stream), "launching combine");
   if (!a.recv) {
     here.note_send(stream);
     return;

@@ -15,28 +15,21 @@ cudaError_t load(const Choice<Arguments>& choice) {
 }  // namespace
 
 cudaError_t load_dispatches(const Config& c, bool large, bool general) {
-  cudaError_t error = cudaSuccess;
-  for (std::uint32_t bits = 0; bits < 4 && error == cudaSuccess; ++bits) {
-    DispatchCall call;
-    call.large = large;
-    call.general = general;
-    call.mapped_only = (bits & 1) != 0;
-    call.given_scales = (bits & 2) != 0;
-    error = load(choose(c, call));
-  }
-  return error;
+  for (const bool given_scales : {false, true})
+    for (const bool mapped_only : {false, true}) {
+      const cudaError_t error = load(choose(c, DispatchCall{large, mapped_only, general, given_scales}));
+      if (error != cudaSuccess) return error;
+    }
+  return cudaSuccess;
 }
 
 cudaError_t load_combines(const Config& c, bool large) {
-  cudaError_t error = cudaSuccess;
-  for (std::uint32_t bits = 0; bits < 4 && error == cudaSuccess; ++bits) {
-    CombineCall call;
-    call.large = large;
-    call.mapped_only = (bits & 1) != 0;
-    call.few = (bits & 2) != 0;
-    error = load(choose(c, call));
-  }
-  return error;
+  for (const bool few : {false, true})
+    for (const bool mapped_only : {false, true}) {
+      const cudaError_t error = load(choose(c, CombineCall{large, mapped_only, few}));
+      if (error != cudaSuccess) return error;
+    }
+  return cudaSuccess;
 }
 
 template <typename Arguments>

@@ -21,30 +21,23 @@ inline bool is_mapped_only(const CombineArguments& a) {
 
 // The facts that choose a dispatch's kernel, beside the configuration.
 struct DispatchCall {
-  bool large = false;
-  bool mapped_only = false;  // is_mapped_only()
-  bool general = false;  // some peers are of other nodes, or the launch raises words of hooks
-  bool given_scales = false;
-
-  DispatchCall() = default;
-  DispatchCall(const DispatchArguments& a, bool large)
-      : large(large),
-        mapped_only(is_mapped_only(a)),
-        general(a.common.remote != 0 || (a.hooks.planned != nullptr && (a.recv || large))),
-        given_scales(a.scales != nullptr) {}
+  bool large;
+  bool mapped_only;  // is_mapped_only()
+  bool general;  // some peers are of other nodes, or the launch raises words of hooks
+  bool given_scales;
 };
+inline DispatchCall call_of(const DispatchArguments& a, bool large) {
+  return {large, is_mapped_only(a), a.common.remote != 0 || (a.hooks.planned != nullptr && (a.recv || large)), a.scales != nullptr};
+}
 
 struct CombineCall {
-  bool large = false;
-  bool mapped_only = false;  // is_mapped_only()
-  bool few = false;  // strips of kSentVectorsOfFew
-
-  CombineCall() = default;
-  CombineCall(const CombineArguments& a, bool large)
-      : large(large),
-        mapped_only(is_mapped_only(a)),
-        few(a.sent.vectors == kSentVectorsOfFew) {}
+  bool large;
+  bool mapped_only;  // is_mapped_only()
+  bool few;  // strips of kSentVectorsOfFew
 };
+inline CombineCall call_of(const CombineArguments& a, bool large) {
+  return {large, is_mapped_only(a), a.sent.vectors == kSentVectorsOfFew};
+}
 
 template <typename Arguments>
 struct Choice {

@@ -49,22 +49,16 @@ void Launches::Sequence::close(const char* buffer) {
   open_.erase(known == open_.end() ? open_.begin() : known);
 }
 
-template <typename Waits>
-std::optional<Launches::Sequence::Early> Launches::Sequence::early(const char* buffer, const Waits& waits) const {
-  const auto known = find(buffer), before = std::find_if(open_.begin(), known, waits);
+std::optional<Launches::Sequence::Early> Launches::Sequence::early(const char* buffer, Op op) const {
+  const auto known = find(buffer);
+  const auto before = std::find_if(open_.begin(), known, [&](const Open& open) { return op == Op::Combine || !open.received; });
   if (known == open_.end() || before == known) return {};
   return Early{known->step, before->step};
-}
-std::optional<Launches::Sequence::Early> Launches::Sequence::receives_early(const char* buffer) const {
-  return early(buffer, [](const Open& open) { return !open.received; });
 }
 std::optional<Launches::Sequence::Early> Launches::Sequence::opens_early(std::uint32_t step) const {
   const auto before = std::find_if(open_.begin(), open_.end(), [](const Open& open) { return !open.received; });
   if (before == open_.end()) return {};
   return Early{step, before->step};
-}
-std::optional<Launches::Sequence::Early> Launches::Sequence::sums_early(const char* buffer) const {
-  return early(buffer, [](const Open&) { return true; });
 }
 
 Launches::Sequence& Launches::on(cudaStream_t stream) {

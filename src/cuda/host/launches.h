@@ -36,9 +36,8 @@ class Launches {
     struct Early {
       std::uint32_t step, before;
     };
-    std::optional<Early> receives_early(const char* buffer) const;
+    std::optional<Early> early(const char* buffer, Op op) const;  // a receive half of dispatch or combine
     std::optional<Early> opens_early(std::uint32_t step) const;   // and is received at once
-    std::optional<Early> sums_early(const char* buffer) const;
     bool has(const char* buffer) const { return find(buffer) != open_.end(); }
 
    private:
@@ -54,8 +53,6 @@ class Launches {
     };
     static void record(std::unique_ptr<StreamEvent>& event, cudaStream_t stream);
     std::vector<Open>::const_iterator find(const char* buffer) const;
-    template <typename Waits>
-    std::optional<Early> early(const char* buffer, const Waits& waits) const;
 
     unsigned long long capture_;           // its id; 0: eager
     std::vector<Open> open_;               // dispatches that are not combined

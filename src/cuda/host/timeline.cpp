@@ -13,8 +13,6 @@ namespace {
 
 constexpr std::uint64_t kAllBegin = 5000;   // nanoseconds in which the thread blocks of a launch begin: what is kept is of one
 
-constexpr std::uint32_t phase_of(std::uint32_t half) { return static_cast<std::uint32_t>(Traced::DispatchSend) + half; }
-
 }  // namespace
 
 Timeline::Timeline(cudaStream_t stream) : stream_(stream) {
@@ -45,8 +43,7 @@ std::uint64_t* Timeline::stages(std::uint32_t warps) {
   stage_warps_ = warps;
   const std::size_t bytes = (std::size_t{kStageSteps} * kStagesOfStep + kSpanNames) * warps * sizeof *stages_;
   check(cudaMalloc(reinterpret_cast<void**>(&stages_), bytes), "cudaMalloc");
-  check(cudaMemsetAsync(stages_, 0, bytes, stream_), "cudaMemsetAsync");
-  check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+  set_now(stages_, 0, bytes, stream_);
   return stages_;
 }
 
@@ -56,8 +53,7 @@ void Timeline::tell(const Config& c, const std::vector<KeptStep>& kept) {
     if (step.has_ended(0)) latest = std::max(latest, static_cast<std::uint32_t>(step.number));
   if (stages_ != nullptr) {
     read_.resize(std::size_t{kStageSteps} * kStagesOfStep * stage_warps_);
-    check(cudaMemcpyAsync(read_.data(), stages_, read_.size() * sizeof *stages_, cudaMemcpyDefault, stream_), "cudaMemcpyAsync");
-    check(cudaStreamSynchronize(stream_), "cudaStreamSynchronize");
+    copy_now(read_.data(), stages_, read_.size() * sizeof *stages_, stream_);
   }
   for (std::size_t place = 0; place < kept.size(); ++place) {
     const KeptStep& s = kept[place];
@@ -68,7 +64,7 @@ void Timeline::tell(const Config& c, const std::vector<KeptStep>& kept) {
       told_[place][half] = s.ended[half];
       const std::uint64_t begun = s.begun[half];
       Trace::of_module().add({begun + ahead_, s.ended[half] + ahead_, 0, 0, Traced::Kernel, c.object, step, 0, set_of(c, step),
-                              phase_of(half)});
+                              static_cast<std::uint32_t>(Traced::DispatchSend) + half});
       if (stages_ == nullptr || step + kStageSteps <= latest) continue;
       const bool apart = sends && s.has_begun(half + 1) && s.begun[half + 1] > begun;   // its stages begin where this one's end
       tell_stages(c, step, half, sends ? begun - kAllBegin : begun, apart ? s.begun[half + 1] : ~0ull);
