@@ -157,22 +157,10 @@ __device__ inline void send_counts(const DispatchArguments& a, std::uint32_t ste
                                    const std::uint32_t* experts) {
   const Common& k = a.common;
   const bool planned = !kMappedOnly && a.ids == nullptr;
-  const std::uint32_t first = first_expert_of(k, peer), n = local_experts_of(k, peer), set = set_of(k.c, step);
-  char* counts = k.peers[peer] + k.heap.counts_at(k.c, set, k.c.rank);
+  const std::uint32_t set = set_of(k.c, step);
 #pragma unroll 1
-  for (std::uint32_t i = threadIdx.x; i < k.expert_vec16s; i += kSenders) {
-    std::uint32_t numbers[kNumbersOfVec16] = {};
-#pragma unroll
-    for (std::uint32_t j = 0; j < kNumbersOfVec16; ++j) {
-      const std::uint32_t e = i * kNumbersOfVec16 + j;
-      if (e >= n) continue;
-      numbers[j] = planned ? a.plan.counts[first + e] : experts[first + e];
-      if (!planned) a.plan.counts[first + e] = numbers[j];
-    }
-    const PackedNumbers p = pack_numbers(numbers);
-    fuzz_delay(k, p.words[0]);
-    store_tagged(k, counts + kVec16Bytes * i, step, p.words[0], p.words[1], p.words[2]);
-  }
+  for (std::uint32_t i = threadIdx.x; i < k.expert_vec16s; i += kSenders)
+    send_vec16_of_counts<kMappedOnly>(a, step, peer, i, planned, [&](std::uint32_t e) { return experts[e]; });
   if (threadIdx.x == kSenders - 1) {
     const std::uint32_t rows = planned ? a.plan.rows[peer] : s.plan.rows_before[peer];
     if (!planned) a.plan.rows[peer] = rows;

@@ -128,6 +128,25 @@ __device__ inline std::uint32_t rank_of_rows(const DispatchArguments& a, const D
 
 // ---- counts of chunks ----
 
+// Marks a chunk's choices, by one warp: each calls mark(its expert's column, its token). Then marks the ranks of each token.
+template <typename Mark>
+__device__ inline void mark_choices(const DispatchArguments& a, const ChunkChoices& chunk, const ChunkMarks& marks, const Mark& mark) {
+  marks.clear(a.common);
+  const Divider per_rank = a.common.per_rank, top_k = a.common.top_k;
+  // No step waits for the one before.
+#pragma unroll
+  for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
+    const std::uint32_t at = chunk.at(i);
+    const std::int32_t id = at < chunk.all ? marks.ids[at] : -1;
+    if (id < 0) continue;
+    const std::uint32_t rank = rank_of_rows(a, per_rank, id), token = top_k.divide(at);
+    mark(marks.tokens + id, token);
+    atomicOr(marks.ranks + 2 * token + rank / 32, 1u << rank % 32);
+  }
+  __syncwarp();
+  mark_ranks(a.common, marks);
+}
+
 // Tells peers how many rows they get: one warp of a rank with many tokens, whose rows do not show by themselves.
 __device__ inline void publish_row_counts(const Common& k, std::uint32_t step, const std::uint32_t* rows) {
   for (std::uint32_t peer = threadIdx.x % 32; peer < k.c.world; peer += 32) {
@@ -142,26 +161,10 @@ __device__ inline void publish_row_counts(const Common& k, std::uint32_t step, c
 static __device__ __noinline__ void send_all_counts(const DispatchArguments& a, std::uint32_t step) {
   const Common& k = a.common;
   const bool planned = a.ids == nullptr;
-  const std::uint32_t lane = threadIdx.x % 32, set = set_of(k.c, step);
-  for (std::uint32_t i = lane; i < k.living * k.expert_vec16s; i += 32) {
-    const std::uint32_t peer = k.order[i / k.expert_vec16s], nth = i % k.expert_vec16s;
-    const std::uint32_t first = first_expert_of(k, peer), experts = local_experts_of(k, peer);
-    std::uint32_t numbers[kNumbersOfVec16] = {};
-    // Parts of all four are asked for at once: peers wait for this.
-#pragma unroll
-    for (std::uint32_t j = 0; j < kNumbersOfVec16; ++j) {
-      const std::uint32_t e = nth * kNumbersOfVec16 + j;
-      if (e < experts) numbers[j] = planned ? a.plan.counts[first + e] : total_of(a, first + e);
-    }
-#pragma unroll
-    for (std::uint32_t j = 0; j < kNumbersOfVec16; ++j)
-      if (!planned && nth * kNumbersOfVec16 + j < experts) a.plan.counts[first + nth * kNumbersOfVec16 + j] = numbers[j];
-    if (is_remote(k, peer)) continue;
-    const PackedNumbers p = pack_numbers(numbers);
-    fuzz_delay(k, p.words[0]);
-    char* const to = k.peers[peer] + k.heap.counts_at(k.c, set, k.c.rank) + kVec16Bytes * nth;
-    store_tagged(k, to, step, p.words[0], p.words[1], p.words[2]);
-  }
+  const std::uint32_t lane = threadIdx.x % 32;
+  const auto count = [&](std::uint32_t expert) { return total_of(a, expert); };
+  for (std::uint32_t i = lane; i < k.living * k.expert_vec16s; i += 32)
+    send_vec16_of_counts<false>(a, step, k.order[i / k.expert_vec16s], i % k.expert_vec16s, planned, count);
   if (!numbers_rows(a)) {
     for (std::uint32_t peer = lane; !planned && peer < k.c.world; peer += 32) a.plan.rows[peer] = total_of(a, k.c.num_experts + peer);
     publish_row_counts(k, step, a.plan.rows);
@@ -180,7 +183,8 @@ __device__ inline void add_to_totals(const DispatchArguments& a, const ChunkMark
 }
 
 // Counts a chunk: one warp. memory: counting_bytes() of its own. with_ids: the chunk's ids are there already.
-static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std::uint32_t step, std::uint32_t number, char* memory, bool with_ids) {
+static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std::uint32_t step, std::uint32_t number, char* memory,
+                                                bool with_ids) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32, columns = chunk_columns(k.c);
   const ChunkChoices chunk(a, number);
@@ -190,20 +194,7 @@ static __device__ __noinline__ void count_chunk(const DispatchArguments& a, std:
     ids.load(a, chunk);
     ids.keep(a, chunk, true, marks.ids);
   }
-  marks.clear(k);
-  const Divider per_rank = k.per_rank, top_k = k.top_k;
-  // No step waits for the one before.
-#pragma unroll
-  for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
-    const std::uint32_t at = chunk.at(i);
-    const std::int32_t id = at < chunk.all ? marks.ids[at] : -1;
-    if (id < 0) continue;
-    const std::uint32_t rank = rank_of_rows(a, per_rank, id);
-    atomicAdd(marks.tokens + id, 1u);
-    atomicOr(marks.ranks + 2 * top_k.divide(at) + rank / 32, 1u << rank % 32);
-  }
-  __syncwarp();
-  mark_ranks(k, marks);
+  mark_choices(a, chunk, marks, [](std::uint32_t* column, std::uint32_t) { atomicAdd(column, 1u); });
   for (std::uint32_t i = k.c.num_experts + lane; i < columns; i += 32) marks.tokens[i] = __popc(marks.tokens[i]);
   __syncwarp();
   auto* const out = reinterpret_cast<uint4*>(a.chunk_counts.counts + std::uint64_t{number} * columns);
@@ -341,25 +332,6 @@ struct LoadedChunk {
   }
 }
 
-// Says which tokens want which column and rank. False: some token has an expert twice.
-__device__ inline bool mark_choices(const DispatchArguments& a, const ChunkChoices& chunk, const ChunkMarks& marks) {
-  const Common& k = a.common;
-  const Divider per_rank = k.per_rank, top_k = k.top_k;
-  std::uint32_t twice = 0;
-#pragma unroll
-  for (std::uint32_t i = 0; i < ChunkChoices::kOfLane; ++i) {
-    const std::uint32_t at = chunk.at(i);
-    const std::int32_t id = at < chunk.all ? marks.ids[at] : -1;
-    if (id < 0) continue;
-    const std::uint32_t rank = rank_of_rows(a, per_rank, id), token = top_k.divide(at), bit = 1u << token;
-    twice |= atomicOr(marks.tokens + id, bit) & bit;
-    atomicOr(marks.ranks + 2 * token + rank / 32, 1u << rank % 32);
-  }
-  __syncwarp();
-  mark_ranks(k, marks);
-  return !__any_sync(~0u, twice != 0);
-}
-
 // memory: counting_bytes(), with the chunk's ids. `sums` has what comes before the chunk, and then what comes after it.
 [[maybe_unused]] static __device__ __noinline__ void place_choices(const DispatchArguments& a, const ChunkChoices chunk, char* memory,
                                                                   std::uint32_t* sums, PlannedChunk* planned) {
@@ -369,8 +341,9 @@ __device__ inline bool mark_choices(const DispatchArguments& a, const ChunkChoic
   sums = known_shared(sums);
   const Divider per_rank = k.per_rank, top_k = k.top_k;
   const std::uint32_t lane = threadIdx.x % 32, experts = k.c.num_experts, choices = k.c.top_k, columns = chunk_columns(k.c);
-  marks.clear(k);
-  const bool once = mark_choices(a, chunk, marks);
+  std::uint32_t twice = 0;  // some token has an expert twice
+  mark_choices(a, chunk, marks, [&](std::uint32_t* column, std::uint32_t token) { twice |= atomicOr(column, 1u << token) & 1u << token; });
+  const bool once = !__any_sync(~0u, twice != 0);
   const std::uint32_t *const rows = sums + experts, *const of_rank = marks.tokens + experts;
 #pragma unroll 4
   for (std::uint32_t at = lane; at < chunk.all; at += 32) {

@@ -26,6 +26,27 @@ struct PlanShared {
   float weights[kMostChoicesOfUnit];
 };
 
+// Sends the nth vec16 of a peer's choices by expert, and keeps it in the plan, unless that was given. count(e): choices of expert e.
+template <bool kMappedOnly, typename Count>
+__device__ inline void send_vec16_of_counts(const DispatchArguments& a, std::uint32_t step, std::uint32_t peer, std::uint32_t nth,
+                                            bool planned, const Count& count) {
+  const Common& k = a.common;
+  const std::uint32_t first = first_expert_of(k, peer), experts = local_experts_of(k, peer), begin = nth * kNumbersOfVec16;
+  std::uint32_t numbers[kNumbersOfVec16] = {};
+  // Parts of all four are asked for at once: peers wait for this.
+#pragma unroll
+  for (std::uint32_t j = 0; j < kNumbersOfVec16; ++j)
+    if (begin + j < experts) numbers[j] = planned ? a.plan.counts[first + begin + j] : count(first + begin + j);
+#pragma unroll
+  for (std::uint32_t j = 0; j < kNumbersOfVec16; ++j)
+    if (!planned && begin + j < experts) a.plan.counts[first + begin + j] = numbers[j];
+  if (!kMappedOnly && is_remote(k, peer)) return;
+  const PackedNumbers p = pack_numbers(numbers);
+  fuzz_delay(k, p.words[0]);
+  char* const to = k.peers[peer] + k.heap.counts_at(k.c, set_of(k.c, step), k.c.rank) + kVec16Bytes * nth;
+  store_tagged(k, to, step, p.words[0], p.words[1], p.words[2]);
+}
+
 // As it was loaded, or -1. Nothing is made of it before it is used: that would wait for it, and each load for the one before.
 struct RawId {
   std::uint32_t low = 0xffffffffu, high = 0xffffffffu;
