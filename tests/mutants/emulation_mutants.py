@@ -375,7 +375,7 @@ MUTANTS = [
     Mutant(
         "dealt: sums are told of before they arrive",
         "src/cuda/large/send_sums.cuh",
-        "    if (threadIdx.x % 32 == 0) bulk_await_stored<kBut>();\n",
+        "    if (threadIdx.x % 32 == 0) bulk_await_all_but<kPartsOut - 2>(but);\n",
         "",
         "the peer adds up what lay there",
         DEALT,

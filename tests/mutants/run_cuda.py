@@ -188,7 +188,7 @@ MUTANTS = [
     Mutant(
         "a run of sums is told of before it is stored",
         SENT_SUMS,
-        "    if (threadIdx.x % 32 == 0) bulk_await_stored<kBut>();\n",
+        "    if (threadIdx.x % 32 == 0) bulk_await_all_but<kPartsOut - 2>(but);\n",
         "",
         "the same, for sums",
     ),

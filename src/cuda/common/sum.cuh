@@ -51,18 +51,19 @@ struct Sums {
       for (int e = 0; e < T::kPerVector; ++e) sum[j][e] = value;
   }
 
-  __device__ void load(const char* from, std::uint32_t begin, std::uint32_t end) {
+  // apart: bytes from one of a lane's vectors to the next.
+  __device__ void load(const char* from, std::uint32_t begin, std::uint32_t end, std::uint32_t apart = 512) {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j)
-      if (begin + j * 512 < end) T::unpack(*reinterpret_cast<const uint4*>(from + begin + j * 512), sum[j]);
+      if (begin + j * apart < end) T::unpack(*reinterpret_cast<const uint4*>(from + begin + j * apart), sum[j]);
   }
 
   // Calls put(place, vec16) for each vector that there is.
   template <typename Put>
-  __device__ void store(char* to, std::uint32_t begin, std::uint32_t end, const Put& put) const {
+  __device__ void store(char* to, std::uint32_t begin, std::uint32_t end, const Put& put, std::uint32_t apart = 512) const {
 #pragma unroll
     for (int j = 0; j < kVectors; ++j)
-      if (begin + j * 512 < end) put(to + begin + j * 512, T::pack(sum[j]));
+      if (begin + j * apart < end) put(to + begin + j * apart, T::pack(sum[j]));
   }
   __device__ void store(char* to, std::uint32_t begin, std::uint32_t end) const { store(to, begin, end, store16); }
   __device__ void send(char* to, std::uint32_t begin, std::uint32_t end) const { store(to, begin, end, store_vec16); }

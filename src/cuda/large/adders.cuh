@@ -137,6 +137,7 @@ template <typename Adders>
 class RowAdder {
  protected:
   static constexpr int kVectors = Adders::kVectors;
+  static constexpr std::uint32_t kApart = Adders::kWarps * 512;  // bytes from one of a lane's vectors to the next
 
  public:
   __device__ RowAdder(const CombineArguments& a, std::uint32_t step, DealtRows& ring, const RingMemory& memory, std::uint32_t number)

@@ -37,20 +37,6 @@ struct DispatchShared<true> : DispatchShared<false> {
   RoundRows received[kLargeWarps];
 };
 
-// The first chunk that a worker counts, if no warp has begun it: its ids come while the launch begins.
-struct FirstChunk {
-  const std::uint32_t number;
-  ChunkIds ids;
-
-  __device__ FirstChunk(const DispatchArguments& a) : number(threadIdx.x / 32 * gridDim.x + blockIdx.x) {
-    if (is_there(a) && !numbers_rows(a)) ids.load(a, ChunkChoices(a, number));
-  }
-  __device__ bool is_there(const DispatchArguments& a) const { return is_worker() && a.ids != nullptr && number < a.chunks; }
-  __device__ void keep(const DispatchArguments& a, char* memory) const {
-    if (is_there(a)) ids.keep(a, ChunkChoices(a, number), true, ChunkMarks(a.common, memory).ids);
-  }
-};
-
 // The first chunk of a chunk's round; without rounds the chunk itself.
 template <bool kRounds>
 __device__ inline std::uint32_t first_of_round(const DispatchArguments& a, std::uint32_t chunk) {
@@ -205,18 +191,22 @@ __device__ inline void send_large(const DispatchArguments& a, DispatchShared<kRo
     // Tokens come while chunks are counted, where there is room for both.
     const bool room = kWorkers * counting_bytes(k.c) <= kRowsOutBytes;
     char* const counting = (room ? out : in) + warp * counting_bytes(k.c);
-    const FirstChunk first(a);
+    // The first chunk that this worker counts, if no warp has begun it: its ids come while the launch begins.
+    const std::uint32_t first = warp * gridDim.x + blockIdx.x;
+    const bool counts = a.ids != nullptr && (kRounds || !numbers_rows(a));
+    ChunkIds ids;
+    if (counts && first < a.chunks) ids.load(a, ChunkChoices(a, first));
     if (room && warp == kLoader) loader.ask_early();
     if (!kRounds && numbers_rows(a))
       count_rows_before(a, s.plan, sums);
-    else
-      first.keep(a, counting);
+    else if (counts && first < a.chunks)
+      ids.keep(a, ChunkChoices(a, first), true, ChunkMarks(k, counting).ids);
     await_turn(k, Span::AwaitingClaims, &s.plan.claimed.word, 0);
     if (!s.plan.taken) {
       if (warp == kLoader) loader.drop();
       return;
     }
-    if (a.ids != nullptr && (kRounds || !numbers_rows(a))) count_chunks<kRounds>(a, s.plan, first.number, sums, counting);
+    if (counts) count_chunks<kRounds>(a, s.plan, first, sums, counting);
     if (!kRounds && threadIdx.x < k.c.world)
       s.rows_at[threadIdx.x] = block_for<!kHooks>(k, set_of(k.c, s.plan.step), Op::Dispatch, threadIdx.x) + k.dispatch.row_at(0);
     fence_shared_copies();  // where chunks were counted, tokens come

@@ -33,49 +33,39 @@ class TileQuantiser {
  private:
   static constexpr std::uint32_t kVectors = kElementBytes;  // sixteen bytes each, of a lane in a pass
   static constexpr std::uint32_t kBlockLanes = 8;
+  static constexpr std::uint32_t kFloat = 0x7fffffffu, kHalves = 0x7fff7fffu;
+  using Raw = uint4[kVectors];
 
-  struct Loaded {
-    uint4 raw[kVectors];
-
-    // Past the end are zeros: they count for no scale. kFull: nothing is.
-    template <bool kFull>
-    __device__ void load(const char* from, std::uint32_t pass, std::uint32_t elements) {
+  // Loads a lane's part of a pass. Past the end are zeros: they count for no scale. kFull: nothing is.
+  template <bool kFull>
+  __device__ static void load(const char* from, std::uint32_t pass, std::uint32_t elements, Raw& raw) {
 #pragma unroll
-      for (std::uint32_t i = 0; i < kVectors; ++i) {
-        const std::uint32_t element = pass * kPassElements + threadIdx.x % 32 * 16 + i * 16 / kElementBytes;
-        raw[i] = kFull || element < elements ? *reinterpret_cast<const uint4*>(from + element * kElementBytes) : make_uint4(0, 0, 0, 0);
-      }
+    for (std::uint32_t i = 0; i < kVectors; ++i) {
+      const std::uint32_t element = pass * kPassElements + threadIdx.x % 32 * 16 + i * 16 / kElementBytes;
+      raw[i] = kFull || element < elements ? *reinterpret_cast<const uint4*>(from + element * kElementBytes) : make_uint4(0, 0, 0, 0);
     }
-    // The largest magnitude of this lane's, as bits; of narrow elements one in each half.
-    __device__ std::uint32_t largest() const {
-      std::uint32_t most = 0;
+  }
+  // The largest magnitude of this lane's, as bits; of narrow elements one in each half.
+  __device__ static std::uint32_t largest_of(const Raw& raw) {
+    std::uint32_t most = 0;
 #pragma unroll
-      for (std::uint32_t i = 0; i < kVectors; ++i) {
-        if constexpr (kElementBytes == 4)
-          most = max(most, max(max(raw[i].x & kFloat, raw[i].y & kFloat), max(raw[i].z & kFloat, raw[i].w & kFloat)));
-        else
-          most = __vmaxu2(__vmaxu2(most, __vmaxu2(raw[i].x & kHalves, raw[i].y & kHalves)), __vmaxu2(raw[i].z & kHalves, raw[i].w & kHalves));
-      }
-      return most;
+    for (std::uint32_t i = 0; i < kVectors; ++i) {
+      if constexpr (kElementBytes == 4)
+        most = max(most, max(max(raw[i].x & kFloat, raw[i].y & kFloat), max(raw[i].z & kFloat, raw[i].w & kFloat)));
+      else
+        most = __vmaxu2(__vmaxu2(most, __vmaxu2(raw[i].x & kHalves, raw[i].y & kHalves)), __vmaxu2(raw[i].z & kHalves, raw[i].w & kHalves));
     }
-    template <typename T>
-    __device__ void unpack(float* f) const {
-#pragma unroll
-      for (std::uint32_t i = 0; i < kVectors; ++i) T::unpack(raw[i], f + i * T::kPerVector);
-    }
-
-   private:
-    static constexpr std::uint32_t kFloat = 0x7fffffffu, kHalves = 0x7fff7fffu;
-  };
+    return most;
+  }
 
   // The largest magnitude of this lane's block in the pass that it works out a scale for, as a float's bits.
   template <typename T>
-  __device__ static std::uint32_t largest_of_mine(const Loaded (&loaded)[kPasses], std::uint32_t mine) {
+  __device__ static std::uint32_t largest_of_mine(const Raw (&loaded)[kPasses], std::uint32_t mine) {
     std::uint32_t of_mine = 0;
     if constexpr (kElementBytes == 4) {
 #pragma unroll
       for (std::uint32_t p = 0; p < kPasses; ++p) {
-        std::uint32_t most = loaded[p].largest();
+        std::uint32_t most = largest_of(loaded[p]);
 #pragma unroll
         for (std::uint32_t i = 1; i < kBlockLanes; i *= 2) most = max(most, __shfl_xor_sync(~0u, most, i));
         if (p == mine) of_mine = most;
@@ -85,7 +75,7 @@ class TileQuantiser {
       // Two passes share a word.
 #pragma unroll
       for (std::uint32_t p = 0; p < kPasses; p += 2) {
-        const std::uint32_t even = loaded[p].largest(), odd = p + 1 < kPasses ? loaded[p + 1 < kPasses ? p + 1 : p].largest() : 0;
+        const std::uint32_t even = largest_of(loaded[p]), odd = p + 1 < kPasses ? largest_of(loaded[p + 1 < kPasses ? p + 1 : p]) : 0;
         std::uint32_t most = __vmaxu2((even & 0xffffu) | odd << 16, even >> 16 | (odd & 0xffff0000u));
 #pragma unroll
         for (std::uint32_t i = 1; i < kBlockLanes; i *= 2) most = __vmaxu2(most, __shfl_xor_sync(~0u, most, i));
@@ -100,9 +90,9 @@ class TileQuantiser {
   template <typename T, bool kFull, typename Read>
   __device__ static void quantise_tile(const Common& k, const char* from, std::uint32_t elements, char* codes, char* scales, const Read& read) {
     const std::uint32_t lane = threadIdx.x % 32, mine = lane % kBlockLanes;
-    Loaded loaded[kPasses];
+    Raw loaded[kPasses];
 #pragma unroll
-    for (std::uint32_t p = 0; p < kPasses; ++p) loaded[p].template load<kFull>(from, p, elements);
+    for (std::uint32_t p = 0; p < kPasses; ++p) load<kFull>(from, p, elements, loaded[p]);
     const std::uint32_t largest = largest_of_mine<T>(loaded, mine);
     read();
     const BlockScale s = block_scale(k.c.wire, float_of(largest));
@@ -112,7 +102,8 @@ class TileQuantiser {
     for (std::uint32_t p = 0; p < kPasses; ++p) {
       const float multiplier = __shfl_sync(~0u, s.multiplier, static_cast<int>(lane - mine + p));
       float f[16];
-      loaded[p].template unpack<T>(f);
+#pragma unroll
+      for (std::uint32_t i = 0; i < kVectors; ++i) T::unpack(loaded[p][i], f + i * T::kPerVector);
       uint4 v = make_uint4(four_e4m3(f, multiplier), four_e4m3(f + 4, multiplier), four_e4m3(f + 8, multiplier), four_e4m3(f + 12, multiplier));
       if (multiplier != multiplier) v = make_uint4(0x7f7f7f7fu, 0x7f7f7f7fu, 0x7f7f7f7fu, 0x7f7f7f7fu);  // NaN, whatever its sign was
       if (kFull || p * kPassElements + lane * 16 < elements) store16(codes + p * kPassElements + lane * 16, v);
@@ -123,11 +114,8 @@ class TileQuantiser {
     const std::uint32_t lane = threadIdx.x % 32;
 #pragma unroll 1
     for (std::uint32_t pass = 0; pass * kPassElements < elements; ++pass) {
-      Loaded loaded;
-      loaded.template load<false>(from, pass, elements);
       Payload<Quantised<kElementBytes>> payload;
-#pragma unroll
-      for (std::uint32_t i = 0; i < kVectors; ++i) payload.raw[i] = loaded.raw[i];
+      load<false>(from, pass, elements, payload.raw);
       payload.prepare(k);
       if (pass * kPassElements + lane * 16 < elements) store16(codes + pass * kPassElements + lane * 16, payload.row.codes);
       if (lane == 0) store16(scales + 16 * pass, payload.row.scales);

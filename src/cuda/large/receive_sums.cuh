@@ -118,10 +118,7 @@ class SumDealer : RowDealer {
     const bool blank = number < k_.word_rows && !(kExtras && is_remote(k_, rank));  // a remote peer's rows do not show by themselves
     for (std::uint32_t i = 0; i < tokens && !(kExtras && a_.release); ++i) {
       const std::uint32_t lanes = lanes_of(i);
-      if (kExtras && a_.has_tail) {
-        const int from = static_cast<int>(((i << k_.group_shift) + lane()) & 31);
-        take_tail<false>(a_, step_, token(first + i), __popc(peers & lanes), of_lane(row, from), __shfl_sync(~0u, rank, from));
-      }
+      if (kExtras && a_.has_tail) take_tail<false>(a_, step_, token(first + i), peers & lanes, row, rank);
       deal_token(token(first + i), placed & lanes, own & lanes, peers & lanes, own_row, looked.weight, row,
                  (blank ? kMakeBlank : 0) | (ends >> lane() & 1 ? kEndsNode : 0) | (has_codes(rank) ? kCodes : 0));
     }
@@ -210,7 +207,7 @@ template <typename T, typename Adders, bool kExtras = false>
 class SumAdder : RowAdder<Adders> {
   using Base = RowAdder<Adders>;
   using Base::a_, Base::k_, Base::part_, Base::step_, Base::kVectors;
-  using Base::at, Base::leave, Base::look, Base::take;
+  using Base::at, Base::kApart, Base::leave, Base::look, Base::take;
 
  public:
   using Base::Base;
@@ -254,7 +251,7 @@ class SumAdder : RowAdder<Adders> {
     const bool has_own = !kExtras && (first.what & kHasOwn) != 0;
     if (has_own) add_own(first.own, bytes, own);
     Sums<T, kVectors> sums;
-    if (a_.accumulate) load(y, bytes, sums);
+    if (a_.accumulate) sums.load(y, at(0), bytes, kApart);
     for (std::uint32_t i = 0; i < first.peers; ++i) {
       if (has_own && i == first.before) sums.add_row(own);
       take(bytes, v);
@@ -262,23 +259,19 @@ class SumAdder : RowAdder<Adders> {
       sums.add_row(v);
     }
     if (has_own && first.before == first.peers) sums.add_row(own);
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j)
-      if (at(j) < bytes) store16(y + at(j), T::pack(sums.sum[j]));
+    sums.store(y, at(0), bytes, store16, kApart);
   }
 
   __device__ void add_nodes(std::uint32_t rows, std::uint32_t bytes, char* y) {
     Sums<T, kVectors> sums, of_node;
     of_node.start(-0.0f);
-    if (a_.accumulate) load(y, bytes, sums);
+    if (a_.accumulate) sums.load(y, at(0), bytes, kApart);
     for (; rows != 0; --rows) {
       const bool ends = (look().what & kEndsNode) != 0;
       Base::template add_next<T>(bytes, of_node);
       if (ends) add_node(sums, of_node);
     }
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j)
-      if (at(j) < bytes) store16(y + at(j), T::pack(sums.sum[j]));
+    sums.store(y, at(0), bytes, store16, kApart);
   }
 
   // The sum of own rows, rounded as the sum of a peer is before it is sent.
@@ -288,12 +281,6 @@ class SumAdder : RowAdder<Adders> {
     Base::add_rows(rows, bytes, sums);
 #pragma unroll
     for (int j = 0; j < kVectors; ++j) own[j] = T::pack(sums.sum[j]);
-  }
-
-  __device__ void load(const char* y, std::uint32_t bytes, Sums<T, kVectors>& sums) const {
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j)
-      if (at(j) < bytes) T::unpack(*reinterpret_cast<const uint4*>(y + at(j)), sums.sum[j]);
   }
 };
 

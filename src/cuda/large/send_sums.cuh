@@ -169,7 +169,7 @@ class SendDealer : RowDealer {
       for (std::uint32_t i = 0; i < n; ++i) {
         const std::uint32_t row = first + begin + i, lanes = returned & (~0u >> (32 - width)) << (i * width);
         char* const to = block_for(k_, set, Op::Combine, source) + r.answer.row_at(row);
-        if (a_.has_tail && !answer_tail_from(source, row, lanes, from, r.rank[mate], to)) return false;
+        if (a_.has_tail && !answer_tail(a_, step_, source, row, lanes, from, r.rank[mate], to)) return false;
         DealtRow dealt;
         dealt.what = kMakeBlank;
         dealt.own = static_cast<std::uint8_t>(__popc(lanes));
@@ -184,15 +184,6 @@ class SendDealer : RowDealer {
       }
     }
     return true;
-  }
-
-  // Takes an answer's tail from the rows that `lanes` have.
-  __device__ bool answer_tail_from(std::uint32_t source, std::uint32_t row, std::uint32_t lanes, const char* from, std::uint32_t rank,
-                                   char* to) const {
-    const std::uint32_t n = __popc(lanes);
-    for (std::uint32_t i = 0; i < lane(); ++i) lanes &= lanes - 1;
-    const int of = lanes == 0 ? 0 : __ffs(static_cast<int>(lanes)) - 1;
-    return answer_tail(a_, step_, source, row, n, of_lane(from, of), __shfl_sync(~0u, rank, of), to);
   }
 
   // Sends the tail of the nth row that was looked up. A row that shows by itself has a word for it: a tail is any bits.
@@ -210,7 +201,7 @@ template <typename T, typename Adders, bool kExtras>
 class SendAdder : RowAdder<Adders> {
   using Base = RowAdder<Adders>;
   using Base::a_, Base::k_, Base::step_, Base::ring_, Base::memory_, Base::number_, Base::part_, Base::place_, Base::kVectors;
-  using Base::at, Base::lane, Base::leave, Base::look;
+  using Base::at, Base::kApart, Base::lane, Base::leave, Base::look;
 
  public:
   // out: kOutBytes.
@@ -260,15 +251,8 @@ class SendAdder : RowAdder<Adders> {
       store_codes(sums, [&](int j) { return at(j); }, bytes, to, scales);
       return fill({first.to, to, nullptr, first.at, bytes_of_codes(bytes * T::kPerVector / 16), first.run});
     }
-#pragma unroll
-    for (int j = 0; j < kVectors; ++j) {
-      if (at(j) >= bytes) continue;
-      const uint4 v = T::pack(sums.sum[j]);
-      if (shows)
-        store_vec16(to + at(j), v);
-      else
-        store16(to + at(j), v);
-    }
+    const auto put = [&](char* place, const uint4& v) { shows ? store_vec16(place, v) : store16(place, v); };
+    sums.store(to, at(0), bytes, put, kApart);
     if (!shows) fill({first.to, to, nullptr, first.at, bytes, first.run});
     mark_stage(k_, step_, Stage::Sent);
   }
@@ -297,18 +281,16 @@ template <bool kExtras>
 class SendTeller {
  public:
   __device__ SendTeller(const CombineArguments& a, std::uint32_t step, const CombineShared& s, PartsOut& parts)
-      : k_(a.common), p_(a.pieces), relays_(a.relays), step_(step), s_(s), parts_(parts) {}
+      : a_(a), k_(a.common), step_(step), s_(s), parts_(parts) {}
 
   __device__ void tell_all() {
     const SpanTimer all(k_, Span::SendingSums);
     const std::uint32_t on_their_way = senders_of(gridDim.x, min(k_.row_bytes, kDealtPart), kPartsOut - 1);
-    for (;; ++begun_) {
-      std::uint64_t* const filled = parts_.filled + begun_ % kPartsOut;
-      const std::uint32_t turn = begun_ / kPartsOut;
+    for (Ring place(kPartsOut);; place.next()) {
       // Nothing to do meanwhile, so what is on its way may as well be told of.
-      if (!is_over(filled, turn)) arrive<0>();
-      await_turn(k_, Span::AwaitingInputs, filled, turn);
-      const PartOut& part = parts_.parts[begun_ % kPartsOut];
+      if (!is_over(parts_.filled + place.at, place.turn)) arrive(0);
+      await_turn(k_, Span::AwaitingInputs, parts_.filled + place.at, place.turn);
+      const PartOut& part = parts_.parts[place.at];
       if (part.to == nullptr) break;
       const SpanTimer stores(k_, Span::StoringSums);
       fuzz_delay(k_, std::uint64_t{step_} << 32 | part.at);
@@ -316,22 +298,19 @@ class SendTeller {
         bulk_store(part.to, part.from, part.bytes);
         bulk_end_group();
       }
-      if (on_their_way == 1)
-        arrive<0>(1);
-      else
-        arrive<kPartsOut - 2>(1);
+      ++begun_;
+      arrive(on_their_way - 1);
     }
-    arrive<0>();
+    arrive(0);
   }
 
  private:
-  // All that was begun, of which `more` were not counted yet, but the last kBut of them.
-  template <std::uint32_t kBut>
-  __device__ void arrive(std::uint32_t more = 0) {
-    if (begun_ + more < arrived_ + kBut + 1) return;
-    if (threadIdx.x % 32 == 0) bulk_await_stored<kBut>();
+  // Tells of all parts that were begun but the last `but`.
+  __device__ void arrive(std::uint32_t but) {
+    if (begun_ <= arrived_ + but) return;
+    if (threadIdx.x % 32 == 0) bulk_await_all_but<kPartsOut - 2>(but);
     __syncwarp();
-    for (; arrived_ + kBut < begun_ + more; ++arrived_) {
+    for (; arrived_ + but < begun_; ++arrived_) {
       const PartOut part = parts_.parts[arrived_ % kPartsOut];
       mbarrier_arrive_of_warp(parts_.sent + arrived_ % kPartsOut);
       if (kExtras && part.used != nullptr) mbarrier_arrive_of_warp(part.used);
@@ -346,9 +325,9 @@ class SendTeller {
     if (answers || (kExtras && is_carried(k_, source))) {
       fence_system();
       std::uint32_t rows = s_.rows_begin[source + 1] - s_.rows_begin[source];
-      if (answers) rows = NumbersOfNode(k_, relays_, set_of(k_.c, step_), source).all();
+      if (answers) rows = NumbersOfNode(k_, a_.relays, set_of(k_.c, step_), source).all();
       if (k_.heap.in_pieces)
-        count_sums_of_round(k_, p_, step_, source, part.run.round, rows, part.run.rows);
+        count_sums_of_round(k_, a_.pieces, step_, source, part.run.round, rows, part.run.rows);
       else if (lane == 0)
         count_rows(k_, step_, Op::Combine, source, last_row(part) + 1 - part.run.rows, part.run.rows, RowsOfBlock(rows));
     } else if (lane < part.run.rows) {
@@ -362,14 +341,13 @@ class SendTeller {
 
   // The row of a remote peer's whole block that a part is of.
   __device__ std::uint32_t last_row(const PartOut& part) const {
-    const BlockLayout& block = relays_.answer;
+    const BlockLayout& block = a_.relays.answer;
     const char* const rows = block_for(k_, set_of(k_.c, step_), Op::Combine, part.run.source) + block.row_at(0);
     return static_cast<std::uint32_t>(static_cast<std::uint64_t>(part.to - rows) / block.row_bytes);
   }
 
+  const CombineArguments& a_;
   const Common& k_;
-  const PieceArguments& p_;
-  const Relays& relays_;
   const std::uint32_t step_;
   const CombineShared& s_;
   PartsOut& parts_;

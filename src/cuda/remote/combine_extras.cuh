@@ -52,8 +52,12 @@ struct CombineExtras<false> {
     return ends_of_nodes(a, entry);
   }
   template <typename T>
-  __device__ static bool answer_sources(const CombineArguments& a, std::uint32_t step) {
-    return answer_by_strips<T>(a, step);
+  __device__ static __noinline__ bool answer_sources(const CombineArguments& a, std::uint32_t step) {
+    const std::uint32_t strips = a.received_in.strips;
+    const auto answer = [&](std::uint32_t source, std::uint32_t rows, std::uint32_t unit) {
+      return answer_strip<T>(a, step, source, rows, unit);
+    };
+    return cuda::answer_sources(a, step, strips, [&](std::uint32_t rows) { return rows * strips; }, answer);
   }
   template <typename T, int kVectors>
   __device__ static void add_node(Sums<T, kVectors>& sums, Sums<T, kVectors>& of_node) {
@@ -91,7 +95,7 @@ struct CombineExtras<false> {
     const bool good = threadIdx.x % 32 >= n || is_remote(k, rank) ||
                       wait<Match::Exact>(k, row + k.combine.arrival_at, Phase::CombineRecv, step, rank);
     if (!all_of_warp(good)) return false;
-    take_tail<kGives>(a, step, own, n, row, rank);
+    take_tail<kGives>(a, step, own, __ballot_sync(~0u, threadIdx.x % 32 < n), row, rank);
     return true;
   }
   template <typename T, int kVectors>

@@ -51,19 +51,21 @@ __device__ inline bool answer_header(const CombineArguments& a, std::uint32_t st
   return true;
 }
 
-// Takes the tail of a row of the node block: each choice's from its own rank. The first n lanes have a mate's row and its rank.
-__device__ inline bool answer_tail(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t row, std::uint32_t n,
-                                   const char* from, std::uint32_t rank, char* to) {
+// Takes the tail of a row of the node block: each choice's from its own rank. `lanes` have a mate's row and its rank each.
+__device__ inline bool answer_tail(const CombineArguments& a, std::uint32_t step, std::uint32_t source, std::uint32_t row,
+                                   std::uint32_t lanes, const char* from, std::uint32_t rank, char* to) {
   const Common& k = a.common;
   const std::uint32_t lane = threadIdx.x % 32;
-  if (!all_of_warp(lane >= n || wait<Match::Exact>(k, from + k.combine.arrival_at, Phase::CombineRecv, step, rank))) return false;
+  const bool comes = (lanes >> lane & 1) != 0;
+  if (!all_of_warp(!comes || wait<Match::Exact>(k, from + k.combine.arrival_at, Phase::CombineRecv, step, rank))) return false;
   uint4 route = make_uint4(kNowhere, 0, 0, kNone);
   const char* const its_route = own_slot(k, set_of(k.c, step), Op::Dispatch, source) + k.dispatch.row_at(row) + k.dispatch.route_at;
   if (lane < k.c.top_k) route = load_arrived(its_route + 16 * lane);
   std::uint32_t value = 0;
-  for (std::uint32_t i = 0; i < n; ++i) {
-    const auto* its_row = of_lane(from, static_cast<int>(i));
-    const bool is_its = __shfl_sync(~0u, rank, static_cast<int>(i)) == route.w && route.x != kNowhere;
+  for (; lanes != 0; lanes &= lanes - 1) {
+    const int of = __ffs(static_cast<int>(lanes)) - 1;
+    const auto* its_row = of_lane(from, of);
+    const bool is_its = __shfl_sync(~0u, rank, of) == route.w && route.x != kNowhere;
     if (is_its) value = __ldcg(reinterpret_cast<const std::uint32_t*>(its_row + k.combine.tail_at) + lane);
   }
   if (lane < k.c.top_k) reinterpret_cast<std::uint32_t*>(to + a.relays.answer.tail_at)[lane] = value;
@@ -126,7 +128,7 @@ __device__ inline bool answer_strip(const CombineArguments& a, std::uint32_t ste
     store_codes(sums, [&](int j) { return begin + j * 512; }, end, to, reinterpret_cast<float*>(to + r.answer.scales_at));
   else
     sums.store(to, begin, end);
-  if (a.has_tail && strip == strips - 1 && !answer_tail(a, step, source, row, n, from, rank, to)) return false;
+  if (a.has_tail && strip == strips - 1 && !answer_tail(a, step, source, row, __ballot_sync(~0u, lane < n), from, rank, to)) return false;
   __syncwarp();
   if (lane == 0) count_part(k, step, Op::Combine, source, parts_of(k, Op::Combine).part_of(row), 1, strips, RowsOfBlock(rows));
   return true;
@@ -155,15 +157,6 @@ __device__ inline bool answer_sources(const CombineArguments& a, std::uint32_t s
       break;
     }
   }
-}
-
-template <typename T>
-static __device__ __noinline__ bool answer_by_strips(const CombineArguments& a, std::uint32_t step) {
-  const std::uint32_t strips = a.received_in.strips;
-  const auto answer = [&](std::uint32_t source, std::uint32_t rows, std::uint32_t unit) {
-    return answer_strip<T>(a, step, source, rows, unit);
-  };
-  return answer_sources(a, step, strips, [&](std::uint32_t rows) { return rows * strips; }, answer);
 }
 
 }  // namespace pplx::cuda
