@@ -11,6 +11,7 @@ schedule puts there runs while tokens travel.
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -111,16 +112,9 @@ def use(model: nn.Module, *, max_tokens_per_rank: int, precision: str = "bf16", 
         if layer.shared_expert_overlap:
             raise Error("pplx_comm: set moe_shared_expert_overlap=False")
         theirs = layer.token_dispatcher
-        groups = _Groups(theirs.ep_group, theirs.tp_group, theirs.tp_ep_group)
+        groups = SimpleNamespace(ep=theirs.ep_group, expt_tp=theirs.tp_group, tp_ep=theirs.tp_ep_group)
         layer.token_dispatcher = PplxCommTokenDispatcher(
             layer.num_local_experts, layer.config, groups, max_tokens_per_rank=max_tokens_per_rank, precision=precision,
             max_rows=max_rows,
         )  # fmt: skip
     return len(layers)
-
-
-class _Groups:
-    """The groups that a dispatcher asks for, as a ProcessGroupCollection has them."""
-
-    def __init__(self, ep: Any, expt_tp: Any, tp_ep: Any) -> None:
-        self.ep, self.expt_tp, self.tp_ep = ep, expt_tp, tp_ep

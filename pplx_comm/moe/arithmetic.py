@@ -9,11 +9,10 @@ from typing import Protocol
 import torch
 
 from pplx_comm.moe.grouped import products
+from pplx_comm.moe.grouped.backend import Codes
 from pplx_comm.moe.quantise import dequantise, quantise, quantise_weights, rescale_mx
 from pplx_comm.moe.segments import Segments
 from pplx_comm.moe.swiglu import swiglu, swiglu_quantise
-
-Codes = tuple[torch.Tensor, torch.Tensor]
 
 
 @dataclass(frozen=True)

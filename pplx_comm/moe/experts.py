@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from pplx_comm.errors import Error
-from pplx_comm.moe.arithmetic import Codes
+from pplx_comm.moe.grouped.backend import Codes
 from pplx_comm.moe.placement import Placement
 from pplx_comm.moe.quantise import quantise_weights
 from pplx_comm.moe.routed import Extras, Options, Pass, compute

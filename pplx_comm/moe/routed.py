@@ -27,8 +27,9 @@ from pplx_comm.all_to_all import AllToAll
 from pplx_comm.errors import Error
 from pplx_comm.handles import Combined, Combining, Dispatched, Plan
 from pplx_comm.layouts import Compact, Padded
-from pplx_comm.moe.arithmetic import Arithmetic, Codes, Precise, Quantised, Rows, WeightCodes
+from pplx_comm.moe.arithmetic import Arithmetic, Precise, Quantised, Rows, WeightCodes
 from pplx_comm.moe.grouped import products
+from pplx_comm.moe.grouped.backend import Codes
 from pplx_comm.moe.grouped.choose import backends, named, scaled_backends
 from pplx_comm.moe.ran import Ran
 from pplx_comm.moe.received import received

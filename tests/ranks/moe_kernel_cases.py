@@ -240,7 +240,7 @@ def pair(me: Any, layout: str, tma: bool, seed: int) -> dict[str, bool]:
                 wanted = Apart("triton").through(x, gate_up, down, where, torch.float16)
                 found[f"{name} {number}"] = torch.equal(seen[there], wanted[there]) and bool(wanted[there].isfinite().all())
         (words,) = of_pair._words._left.values()
-        found[f"{name} words"] = len(words) > of_pair._kernels().WRITTEN.value and not bool(words.any())
+        found[f"{name} words"] = len(words) > of_pair.kernels("pair").WRITTEN.value and not bool(words.any())
         of_pair._words._left.clear()
     by_name = (("pair", 256, "pair"), ("auto", 256, "loop"), ("pair", 192, "triton")) if tma and layout == "padded" else ()
     for number, (backend, width, ran_as) in enumerate(by_name):

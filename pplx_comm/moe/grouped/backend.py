@@ -12,6 +12,9 @@ import torch
 
 from pplx_comm.moe.segments import Segments
 
+Codes = tuple[torch.Tensor, torch.Tensor]
+"""e4m3 codes, and their scales."""
+
 
 class Backend(Protocol):
     """Products of rows in float32, bfloat16 or float16 with weights of the same dtype."""
@@ -52,14 +55,7 @@ class ScaledBackend(Protocol):
         """True if the backend runs with weights of this shape and device, and with rows laid out like this."""
         ...
 
-    def product(
-        self,
-        x: tuple[torch.Tensor, torch.Tensor],
-        w: tuple[torch.Tensor, torch.Tensor],
-        where: Segments,
-        transposed: bool,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
+    def product(self, x: Codes, w: Codes, where: Segments, transposed: bool, dtype: torch.dtype) -> torch.Tensor:
         """Codes and scales of [rows, k] and [experts, n, k]: returns x @ w^T, [rows, n].
 
         The rows' scales are [rows, k / 128], or with Padded [experts, room, k / 128], with any strides.
@@ -69,7 +65,7 @@ class ScaledBackend(Protocol):
         ...
 
 
-def laid_out(w: tuple[torch.Tensor, torch.Tensor], transposed: bool) -> tuple[torch.Tensor, torch.Tensor]:
+def laid_out(w: Codes, transposed: bool) -> Codes:
     """Codes and scales of weights, or of the transposed ones, row by row.
 
     Tensor cores take codes along the sum only. A 128x128 block has the same codes when it is transposed.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from pplx_comm.moe.grouped.backend import laid_out
+from pplx_comm.moe.grouped.backend import Codes, laid_out
 from pplx_comm.moe.quantise import BLOCK
 from pplx_comm.moe.segments import Segments
 
@@ -19,14 +19,7 @@ class DeepGemm:
             return False
         return torch.cuda.get_device_capability(codes.device)[0] == 9
 
-    def product(
-        self,
-        x: tuple[torch.Tensor, torch.Tensor],
-        w: tuple[torch.Tensor, torch.Tensor],
-        where: Segments,
-        transposed: bool,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
+    def product(self, x: Codes, w: Codes, where: Segments, transposed: bool, dtype: torch.dtype) -> torch.Tensor:
         import deep_gemm
 
         codes, scale = laid_out(w, transposed)

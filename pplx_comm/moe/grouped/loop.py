@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 
+from pplx_comm.moe.grouped.backend import Codes
 from pplx_comm.moe.quantise import dequantise, dequantise_weights
 from pplx_comm.moe.segments import Segments
 
@@ -45,14 +46,7 @@ class ScaledLoop:
     def takes(self, codes: torch.Tensor, where: Segments) -> bool:
         return True
 
-    def product(
-        self,
-        x: tuple[torch.Tensor, torch.Tensor],
-        w: tuple[torch.Tensor, torch.Tensor],
-        where: Segments,
-        transposed: bool,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
+    def product(self, x: Codes, w: Codes, where: Segments, transposed: bool, dtype: torch.dtype) -> torch.Tensor:
         codes, scale = x[0], x[1].flatten(0, -2)
         out = torch.empty(codes.shape[0], w[0].shape[2 if transposed else 1], dtype=dtype, device=codes.device)
         for e, rows in where.slices():

@@ -2,33 +2,24 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from pplx_comm.moe.grouped import tiles
+from pplx_comm.moe.grouped.backend import Codes
 from pplx_comm.moe.grouped.tiles import Shape
 from pplx_comm.moe.grouped.triton_mm import by_tma, described
 from pplx_comm.moe.grouped.triton_scaled import TritonScaledMm
 from pplx_comm.moe.kernels.launch import E4M3, empty_scales, strides_of_scales
-from pplx_comm.moe.kernels.usable import power_of_two_at_least, programs, usable
+from pplx_comm.moe.kernels.usable import kernels, power_of_two_at_least, programs, usable
 from pplx_comm.moe.quantise import BLOCK
 from pplx_comm.moe.segments import Segments
 
-Codes = tuple[torch.Tensor, torch.Tensor]
 MOST_WORDS = 1 << 16
 SLAB = 1 << 20
 """Words that are cleared together, for launches that are captured: some hundred of them."""
-
-
-@functools.cache
-def _kernels() -> Any:
-    from pplx_comm.moe.kernels import pair
-
-    return pair
 
 
 class TritonPair(TritonScaledMm):
@@ -86,7 +77,7 @@ def launch(
     tma = by_tma(rows, up, low) if tma is None else tma
     rows_tma = tma and not s.masked
     of_rows, of_weights = [s.rows, s.inner], [s.side, s.inner]
-    _kernels().rows_through_experts[(grid,)](
+    kernels("pair").rows_through_experts[(grid,)](
         described(rows, of_rows) if rows_tma else rows, x[1],
         described(up, of_weights) if tma else up, gate_up[1].contiguous(),
         described(low, of_weights) if tma else low, down[1].contiguous(), low.view(torch.uint8),
@@ -101,7 +92,7 @@ def launch(
 def words_of(where: Segments, rows: int, width: int, s: Shape) -> int:
     """Returns the number of words for the blocks; enough for any routing."""
     high = where.experts * -(-where.room // s.rows) if where.room else -(-rows // s.rows) + where.experts
-    return int(_kernels().WRITTEN.value) + power_of_two_at_least(where.experts) + high * (width // BLOCK)
+    return int(kernels("pair").WRITTEN.value) + power_of_two_at_least(where.experts) + high * (width // BLOCK)
 
 
 Place = tuple[torch.device, int] | None

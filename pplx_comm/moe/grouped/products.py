@@ -7,7 +7,7 @@ from dataclasses import dataclass
 import torch
 
 from pplx_comm.errors import Error
-from pplx_comm.moe.grouped.backend import Backend, ScaledBackend
+from pplx_comm.moe.grouped.backend import Backend, Codes, ScaledBackend
 from pplx_comm.moe.grouped.choose import backends, named, pick, rows_class, scaled_backends
 from pplx_comm.moe.grouped.pair import TritonPair
 from pplx_comm.moe.grouped.triton_scaled import TritonScaledMm
@@ -15,8 +15,6 @@ from pplx_comm.moe.ran import note
 from pplx_comm.moe.segments import Segments
 from pplx_comm.moe.swiglu import swiglu_quantise
 from pplx_comm.trace import product
-
-Codes = tuple[torch.Tensor, torch.Tensor]
 
 
 def _backend(op: str, rows: torch.Tensor, weights: torch.Tensor, name: str, where: Segments, other: torch.Tensor) -> Backend:

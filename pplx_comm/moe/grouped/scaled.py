@@ -5,17 +5,12 @@ from __future__ import annotations
 import torch
 
 from pplx_comm.moe.grouped import products
+from pplx_comm.moe.grouped.backend import Codes
 from pplx_comm.moe.segments import Segments
 
 
 def scaled_grouped_mm(
-    x: products.Codes,
-    w: products.Codes,
-    where: torch.Tensor | Segments,
-    *,
-    transposed: bool = False,
-    dtype: torch.dtype,
-    backend: str = "auto",
+    x: Codes, w: Codes, where: torch.Tensor | Segments, *, transposed: bool = False, dtype: torch.dtype, backend: str = "auto"
 ) -> torch.Tensor:
     """The product of codes by expert, in dtype: x @ w^T, or with `transposed` x @ w. Scales are 1x128 of x, 128x128 of w.
 
@@ -25,13 +20,7 @@ def scaled_grouped_mm(
 
 
 def scaled_experts(
-    x: products.Codes,
-    gate_up: products.Codes,
-    down: products.Codes,
-    where: torch.Tensor | Segments,
-    *,
-    dtype: torch.dtype,
-    backend: str = "auto",
+    x: Codes, gate_up: Codes, down: Codes, where: torch.Tensor | Segments, *, dtype: torch.dtype, backend: str = "auto"
 ) -> torch.Tensor:
     """Both products of codes by expert with SwiGLU between, in dtype and without gradients. Few rows may take one launch.
 

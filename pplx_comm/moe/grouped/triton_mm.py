@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from pplx_comm.moe.grouped import tiles
-from pplx_comm.moe.kernels.usable import power_of_two_at_least, programs, usable
+from pplx_comm.moe.kernels.usable import kernels, power_of_two_at_least, programs, usable
 from pplx_comm.moe.segments import Segments
 
 
@@ -39,13 +39,6 @@ def _descriptor() -> Any:
     return TensorDescriptor
 
 
-@functools.cache
-def _kernels() -> Any:
-    from pplx_comm.moe.kernels import grouped
-
-    return grouped
-
-
 class TritonGroupedMm:
     name, waits = "triton", False
 
@@ -72,7 +65,7 @@ class TritonGroupedMm:
         x, w = x.contiguous(), w.contiguous()
         tma = by_tma(x, w) if self._tma is None else self._tma
         block = [s.inner, s.side] if transposed else [s.side, s.inner]
-        _kernels().rows_by_weights[(s.programs * programs(device),)](
+        kernels("grouped").rows_by_weights[(s.programs * programs(device),)](
             described(x, [s.rows, s.inner]) if tma else x, described(w, block) if tma else w,
             where.where, out, experts, where.room, rows, inner, width,
             EXPERTS=power_of_two_at_least(experts), PADDED=where.room > 0, TRANSPOSED=transposed, TMA=tma,
@@ -92,7 +85,7 @@ class TritonGroupedMm:
         s = tiles.SHAPE_OF_WEIGHTS
         dy, x = dy.contiguous(), x.contiguous()
         tma = by_tma(dy, x) if self._tma is None else self._tma
-        _kernels().weights_gradient[(programs(x.device),)](
+        kernels("grouped").weights_gradient[(programs(x.device),)](
             described(dy, [s.inner, s.rows]) if tma else dy, described(x, [s.inner, s.side]) if tma else x,
             where.where, out, experts, x.shape[0], height, width,
             ACCUMULATE=accumulate, TMA=tma,

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import torch
 
-from pplx_comm.moe.grouped.backend import laid_out
+from pplx_comm.moe.grouped.backend import Codes, laid_out
 from pplx_comm.moe.grouped.triton_mm import by_tma, described
 from pplx_comm.moe.kernels.launch import strides_of_scales
-from pplx_comm.moe.kernels.usable import power_of_two_at_least, programs, usable
+from pplx_comm.moe.kernels.usable import kernels, power_of_two_at_least, programs, usable
 from pplx_comm.moe.quantise import BLOCK, MX_BLOCK
 from pplx_comm.moe.segments import Segments
 
@@ -25,16 +25,7 @@ class TritonMx:
         device = codes.device
         return device.type == "cuda" and usable(device) and torch.cuda.get_device_capability(device)[0] == 10
 
-    def product(
-        self,
-        x: tuple[torch.Tensor, torch.Tensor],
-        w: tuple[torch.Tensor, torch.Tensor],
-        where: Segments,
-        transposed: bool,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
-        from pplx_comm.moe.kernels.mx import mx_rows_by_weights
-
+    def product(self, x: Codes, w: Codes, where: Segments, transposed: bool, dtype: torch.dtype) -> torch.Tensor:
         codes, scale = laid_out(w, transposed)
         experts, width, inner = codes.shape
         rows = x[0].contiguous()
@@ -42,7 +33,7 @@ class TritonMx:
         if not out.numel() or not experts:
             return out
         tma = by_tma(rows, codes) if self._tma is None else self._tma
-        mx_rows_by_weights[(programs(rows.device),)](
+        kernels("mx").mx_rows_by_weights[(programs(rows.device),)](
             described(rows, [128, BLOCK]) if tma else rows, x[1], described(codes, [BLOCK, BLOCK]) if tma else codes, scale,
             where.where, out, experts, where.room, len(rows), inner, width, *strides_of_scales(x[1]),
             EXPERTS=power_of_two_at_least(experts), PADDED=where.room > 0, TMA=tma, ROWS=128, GROUP=8, BLOCK=BLOCK, MX=MX_BLOCK,

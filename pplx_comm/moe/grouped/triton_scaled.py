@@ -2,25 +2,15 @@
 
 from __future__ import annotations
 
-import functools
-from typing import Any
-
 import torch
 
 from pplx_comm.moe.grouped import tiles
-from pplx_comm.moe.grouped.backend import laid_out
+from pplx_comm.moe.grouped.backend import Codes, laid_out
 from pplx_comm.moe.grouped.triton_mm import by_tma, described
 from pplx_comm.moe.kernels.launch import strides_of_scales
-from pplx_comm.moe.kernels.usable import power_of_two_at_least, programs, usable
+from pplx_comm.moe.kernels.usable import kernels, power_of_two_at_least, programs, usable
 from pplx_comm.moe.quantise import BLOCK
 from pplx_comm.moe.segments import Segments
-
-
-@functools.cache
-def _kernels() -> Any:
-    from pplx_comm.moe.kernels import scaled
-
-    return scaled
 
 
 class TritonScaledMm:
@@ -34,14 +24,7 @@ class TritonScaledMm:
         device = codes.device
         return usable(device) and (device.type == "cpu" or torch.cuda.get_device_capability(device) >= (8, 9))
 
-    def product(
-        self,
-        x: tuple[torch.Tensor, torch.Tensor],
-        w: tuple[torch.Tensor, torch.Tensor],
-        where: Segments,
-        transposed: bool,
-        dtype: torch.dtype,
-    ) -> torch.Tensor:
+    def product(self, x: Codes, w: Codes, where: Segments, transposed: bool, dtype: torch.dtype) -> torch.Tensor:
         codes, scale = laid_out(w, transposed)
         (experts, width, inner), rows, device = codes.shape, x[0].contiguous(), codes.device
         many = rows.shape[0]
@@ -50,7 +33,7 @@ class TritonScaledMm:
             return out
         tma = by_tma(rows, codes) if self._tma is None else self._tma
         s = tiles.shape_of_codes(where.average(many), device)
-        _kernels().scaled_rows_by_weights[(s.programs * programs(device),)](
+        kernels("scaled").scaled_rows_by_weights[(s.programs * programs(device),)](
             described(rows, [s.rows, s.inner]) if tma else rows, x[1], described(codes, [s.side, s.inner]) if tma else codes, scale,
             where.where, out, experts, where.room, many, inner, width, *strides_of_scales(x[1]),
             EXPERTS=power_of_two_at_least(experts), PADDED=where.room > 0, TMA=tma,

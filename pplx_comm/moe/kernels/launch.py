@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from pplx_comm.errors import Error
-from pplx_comm.moe.kernels.usable import power_of_two_at_least, programs
+from pplx_comm.moe.kernels.usable import kernels, power_of_two_at_least, programs
 from pplx_comm.moe.segments import Segments
 
 BLOCK, MX_BLOCK = 128, 32
@@ -44,21 +42,6 @@ def _tiles(s: Segments, tile: Tile) -> dict[str, int]:
     return {"EXPERTS": power_of_two_at_least(s.experts), "PADDED": s.room > 0, "ROWS": tile.rows, "num_warps": tile.warps}
 
 
-# Imported at the first call, since triton is no dependency, and once: an import statement takes a microsecond each time.
-@functools.cache
-def _activation() -> Any:
-    from pplx_comm.moe.kernels import activation
-
-    return activation
-
-
-@functools.cache
-def _formats() -> Any:
-    from pplx_comm.moe.kernels import formats
-
-    return formats
-
-
 def empty_scales(rows: int, width: int, s: Segments) -> torch.Tensor:
     """Column by column, and columns at multiples of 16 bytes, as grouped products read them: by expert where each has a room."""
     blocks = -(-width // BLOCK)
@@ -83,7 +66,7 @@ def swiglu(h: torch.Tensor, s: Segments) -> torch.Tensor:
     rows, width = h.shape[0], h.shape[1] // 2
     out = h.new_empty(rows, width)
     where, experts, room = _place(s)
-    _activation().swiglu_forward[_grid(h, SWIGLU)](
+    kernels("activation").swiglu_forward[_grid(h, SWIGLU)](
         h, where, out, out, experts, room, width, 0, 0, 0, **_tiles(s, SWIGLU), BLOCK=BLOCK, QUANTISED=False
     )
     return out
@@ -94,7 +77,7 @@ def swiglu_quantise(h: torch.Tensor, s: Segments) -> tuple[torch.Tensor, torch.T
     rows, width = h.shape[0], h.shape[1] // 2
     codes, scales = h.new_empty(rows, width, dtype=torch.uint8), empty_scales(rows, width, s)
     where, experts, room = _place(s)
-    _activation().swiglu_forward[_grid(h, SWIGLU_QUANTISE)](
+    kernels("activation").swiglu_forward[_grid(h, SWIGLU_QUANTISE)](
         h, where, codes, scales, experts, room, width, *strides_of_scales(scales), **_tiles(s, SWIGLU_QUANTISE),
         BLOCK=BLOCK, QUANTISED=True,
     )  # fmt: skip
@@ -106,7 +89,7 @@ def swiglu_backward(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """See swiglu.swiglu_backward."""
     dh, weighted, d_weights = torch.empty_like(h), torch.empty_like(da), torch.empty_like(weights)
-    _activation().swiglu_gradients[_grid(h, SWIGLU_BACKWARD)](
+    kernels("activation").swiglu_gradients[_grid(h, SWIGLU_BACKWARD)](
         h, da, weights, s.where, dh, weighted, d_weights, s.experts, da.shape[1],
         ROWS=SWIGLU_BACKWARD.rows, BLOCK=BLOCK, num_warps=SWIGLU_BACKWARD.warps,
     )  # fmt: skip
@@ -118,7 +101,7 @@ def quantise(x: torch.Tensor, s: Segments) -> tuple[torch.Tensor, torch.Tensor]:
     rows, width = x.shape
     codes, scales = torch.empty(x.shape, dtype=torch.uint8, device=x.device), empty_scales(rows, width, s)
     where, experts, room = _place(s)
-    _formats().quantise_rows[_grid(x, QUANTISE)](
+    kernels("formats").quantise_rows[_grid(x, QUANTISE)](
         x, where, codes, scales, experts, room, width, *strides_of_scales(scales), **_tiles(s, QUANTISE), BLOCK=BLOCK
     )
     return codes.view(E4M3), scales
@@ -131,7 +114,9 @@ def quantise_weights(w: torch.Tensor, across: bool) -> tuple[torch.Tensor, torch
     scales = w.new_empty(experts, -(-height // BLOCK), -(-width // BLOCK), dtype=torch.float32)
     codes = w.new_empty(*((experts, width, height) if across else w.shape), dtype=torch.uint8)
     if scales.numel():
-        _formats().quantise_squares[(scales.numel(),)](w, codes, scales, height, width, BLOCK=BLOCK, ACROSS=across, num_warps=8)
+        kernels("formats").quantise_squares[(scales.numel(),)](
+            w, codes, scales, height, width, BLOCK=BLOCK, ACROSS=across, num_warps=8
+        )
     return (codes.view(E4M3).mT if across else codes.view(E4M3)), scales
 
 
@@ -139,7 +124,7 @@ def dequantise(codes: torch.Tensor, scale: torch.Tensor, dtype: torch.dtype, s: 
     """See quantise.dequantise."""
     out, e8m0 = torch.empty(codes.shape, dtype=dtype, device=codes.device), scale.dtype == torch.uint8
     where, experts, room = _place(s)
-    _formats().numbers_of_rows[_grid(codes, DEQUANTISE)](
+    kernels("formats").numbers_of_rows[_grid(codes, DEQUANTISE)](
         codes, scale, where, out, experts, room, codes.shape[1], *strides_of_scales(scale), **_tiles(s, DEQUANTISE),
         BLOCK=MX_BLOCK if e8m0 else BLOCK, E8M0=e8m0,
     )  # fmt: skip
@@ -154,7 +139,7 @@ def rescale_mx(codes: torch.Tensor, scale: torch.Tensor, s: Segments) -> tuple[t
     out, scales = torch.empty(codes.shape, dtype=torch.uint8, device=codes.device), empty_scales(rows, width, s)
     became = torch.zeros((), dtype=torch.int64, device=codes.device)
     where, experts, room = _place(s)
-    _formats().rescale_rows[_grid(codes, RESCALE)](
+    kernels("formats").rescale_rows[_grid(codes, RESCALE)](
         codes.contiguous().view(torch.int32), scale, where, out.view(torch.int32), scales, became, experts, room, width,
         *strides_of_scales(scale), *strides_of_scales(scales), **_tiles(s, RESCALE), MX=MX_BLOCK, GROUPS=BLOCK // MX_BLOCK,
         ASSEMBLY=codes.is_cuda,

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
+from typing import Any
 
 import torch
 
@@ -22,6 +24,13 @@ def _has_triton() -> bool:
 def usable(device: torch.device) -> bool:
     """On GPUs where triton is installed; on CPUs only in its interpreter, as tests do with TRITON_INTERPRET=1."""
     return _has_triton() and (device.type == "cuda" or foreign("TRITON_INTERPRET") == "1")
+
+
+# Imported at the first call, since triton is no dependency, and once: an import statement takes a microsecond each time.
+@functools.cache
+def kernels(module: str) -> Any:
+    """Imports a module of kernels."""
+    return importlib.import_module(f"pplx_comm.moe.kernels.{module}")
 
 
 @functools.cache

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import pkgutil
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 from pplx_comm.errors import Error
@@ -154,14 +155,9 @@ def _create_moe_dispatcher(theirs: Callable[..., Any], moe_runner_config: Any, q
     return make(moe_runner_config)
 
 
-class _Sms:
-    def __init__(self, num_sms: int) -> None:
-        self.num_sms = num_sms
-
-
 def _get_instance(theirs: Callable[..., Any], *arguments: Any) -> Any:
     """Two-batch overlap asks DeepEP, which need not be installed, how many SMs it takes from DeepGEMM."""
-    return _Sms(read(Sglang).num_sms) if ours() else theirs(*arguments)
+    return SimpleNamespace(num_sms=read(Sglang).num_sms) if ours() else theirs(*arguments)
 
 
 def _clean_buffer(theirs: Callable[..., Any], cls: Any) -> None:
