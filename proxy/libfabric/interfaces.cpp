@@ -5,9 +5,11 @@
 #include <net/if.h>
 #include <netinet/in.h>
 
+#include <algorithm>
 #include <fstream>
 #include <memory>
 #include <sstream>
+#include <tuple>
 
 #include "../fabric.h"
 
@@ -70,20 +72,10 @@ Interface find_interface(const std::string& wanted) {
 
 Interface default_interface() {
   const std::vector<Found> all = usable_interfaces();
+  if (all.empty()) throw FabricError("this machine has no interface that is up, not even loopback: `ip link set lo up`");
   const std::string routed = default_route_interface();
-  for (const bool v6 : {false, true}) {
-    for (const Found& found : all) {
-      if (found.v6 == v6 && !found.loopback && found.interface.name == routed) return found.interface;
-    }
-  }
-  for (const bool loopback : {false, true}) {
-    for (const bool v6 : {false, true}) {
-      for (const Found& found : all) {
-        if (found.loopback == loopback && found.v6 == v6) return found.interface;
-      }
-    }
-  }
-  throw FabricError("this machine has no interface that is up, not even loopback: `ip link set lo up`");
+  const auto order = [&](const Found& f) { return std::tuple(f.loopback || f.interface.name != routed, f.loopback, f.v6); };
+  return std::min_element(all.begin(), all.end(), [&](const Found& a, const Found& b) { return order(a) < order(b); })->interface;
 }
 
 }  // namespace pplx::libfabric

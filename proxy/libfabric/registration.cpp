@@ -22,32 +22,24 @@ struct Dmabuf {
 
 constexpr int kKeysTried = 8;
 
-// Random keys of 64 bits, or of the provider's size, where it lets us choose them. Knowledge of a key suffices to write, so keys
-// must not be guessable.
-class Keys {
- public:
-  explicit Keys(const fi_domain_attr& domain) {
-    if (domain.mr_key_size > 0 && domain.mr_key_size < sizeof(std::uint64_t))
-      mask_ = (std::uint64_t{1} << 8 * domain.mr_key_size) - 1;
-  }
-  std::uint64_t next() const {
-    std::uint64_t key = 0;
-    do {
-      if (getrandom(&key, sizeof(key), 0) != sizeof(key)) throw FabricError("getrandom: " + std::string(std::strerror(errno)));
-      key &= mask_;
-    } while (key == FI_KEY_NOTAVAIL);
-    return key;
-  }
-
- private:
-  std::uint64_t mask_ = ~std::uint64_t{0};
-};
+// Returns a random key of 64 bits, or of the provider's size, where it lets us choose it. Knowledge of a key suffices to write, so
+// keys must not be guessable.
+std::uint64_t random_key(const fi_domain_attr& domain) {
+  const bool shorter = domain.mr_key_size > 0 && domain.mr_key_size < sizeof(std::uint64_t);
+  const std::uint64_t mask = shorter ? (std::uint64_t{1} << 8 * domain.mr_key_size) - 1 : ~std::uint64_t{0};
+  std::uint64_t key = 0;
+  do {
+    if (getrandom(&key, sizeof(key), 0) != sizeof(key)) throw FabricError("getrandom: " + std::string(std::strerror(errno)));
+    key &= mask;
+  } while (key == FI_KEY_NOTAVAIL);
+  return key;
+}
 
 // A dmabuf needs no driver of the NIC's vendor in the kernel (nvidia-peermem), but a library, a kernel and a NIC that take it. Not
 // every host has them, so a registration by address is tried next.
 int ask_for_registration(const Provider& provider, Endpoint& endpoint, const DeviceMemory& part, bool on_device,
                          std::uint64_t access, fid_mr** registration) {
-  const std::uint64_t key = Keys(*endpoint.info->domain_attr).next();
+  const std::uint64_t key = random_key(*endpoint.info->domain_attr);
   if (!on_device) return fi_mr_reg(endpoint.domain.get(), part.base, part.bytes, access, 0, key, 0, registration, nullptr);
   iovec whole{};
   whole.iov_base = part.base;

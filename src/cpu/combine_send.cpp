@@ -3,7 +3,6 @@
 #include <cstring>
 
 #include "exchange.h"
-#include "piece_run.h"
 #include "vector/kernels.h"
 
 namespace pplx::cpu {
@@ -234,14 +233,11 @@ class CombineSend final : public StagedRun {
 class CombineSending final : public PieceSending {
  public:
   CombineSending(Blocks& blocks, std::uint32_t step, const ExpertOutputs& input, std::uint32_t flags)
-      : PieceSending(blocks, step, Op::Combine, rows_of_peers(blocks, input)), writer_(blocks, step, input, flags) {}
+      : PieceSending(blocks, step, Op::Combine,
+                     [&](std::uint32_t peer) { return input.release ? 0 : input.received->rows(peer); }),
+        writer_(blocks, step, input, flags) {}
 
  private:
-  static std::vector<std::uint32_t> rows_of_peers(const Blocks& blocks, const ExpertOutputs& input) {
-    std::vector<std::uint32_t> rows;
-    for (std::uint32_t peer : blocks.peers()) rows.push_back(input.release ? 0 : input.received->rows(peer));
-    return rows;
-  }
   bool may_begin(std::uint32_t peer) override { return writer_.has_weights(peer); }
   Waiting waiting_to_begin(std::uint32_t peer) const override { return writer_.waiting_for_weights(peer); }
   void write_header(std::uint32_t peer, const BlockShape& shape, std::uint32_t piece, char* to) override {
@@ -253,24 +249,6 @@ class CombineSending final : public PieceSending {
   }
 
   const CombineWriter writer_;
-};
-
-class CombineSendInPieces final : public PieceRun {
- public:
-  CombineSendInPieces(Blocks& blocks, std::uint32_t step, const ExpertOutputs& input, std::uint32_t flags,
-                      std::shared_ptr<PieceSending> sending)
-      : weights_(blocks, step, input, flags), sending_(std::move(sending)) {}
-
-  Waiting waiting() override {
-    const Waiting w = weights_.waiting();
-    return w.peer != kNoRank ? w : sending_->waiting(true);
-  }
-
- private:
-  bool work() override { return weights_.poll() && sending_->poll(true); }
-
-  CombineSend weights_;
-  const std::shared_ptr<PieceSending> sending_;
 };
 
 }  // namespace
@@ -287,7 +265,7 @@ std::unique_ptr<PhaseRun> Exchange::start_combine_send(std::uint32_t step, const
                                            (open.overflowed ? kOverflowed : 0u) | (input.has_tail ? kHasTail : 0u);
   if (!blocks_.heap().in_pieces) return std::make_unique<CombineSend>(blocks_, step, input, flags);
   open.sending = std::make_shared<CombineSending>(blocks_, step, input, flags);
-  return std::make_unique<CombineSendInPieces>(blocks_, step, input, flags, open.sending);
+  return std::make_unique<SendInPieces>(std::make_unique<CombineSend>(blocks_, step, input, flags), open.sending);
 }
 
 }  // namespace pplx::cpu

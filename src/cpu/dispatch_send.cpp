@@ -3,7 +3,6 @@
 #include <cstring>
 
 #include "exchange.h"
-#include "piece_run.h"
 #include "scales.h"
 #include "vector/kernels.h"
 
@@ -204,15 +203,10 @@ class DispatchSend final : public StagedRun {
 class DispatchSending final : public PieceSending {
  public:
   DispatchSending(Blocks& blocks, std::uint32_t step, const OpenStep& open)
-      : PieceSending(blocks, step, Op::Dispatch, rows_of_peers(blocks, *open.input.plan)), b_(blocks),
-          writer_(blocks, step, open) {}
+      : PieceSending(blocks, step, Op::Dispatch, [&](std::uint32_t peer) { return open.input.plan->rows(peer); }), b_(blocks),
+        writer_(blocks, step, open) {}
 
  private:
-  static std::vector<std::uint32_t> rows_of_peers(const Blocks& blocks, const Plan& plan) {
-    std::vector<std::uint32_t> rows;
-    for (std::uint32_t peer : blocks.peers()) rows.push_back(plan.rows(peer));
-    return rows;
-  }
   void write_header(std::uint32_t peer, const BlockShape&, std::uint32_t piece, char* to) override {
     if (piece > 0 || !b_.mapped(peer)) writer_.write_header(peer, to, piece);   // else it is there, and may be read already
   }
@@ -222,23 +216,6 @@ class DispatchSending final : public PieceSending {
 
   const Blocks& b_;
   const DispatchWriter writer_;
-};
-
-class DispatchSendInPieces final : public PieceRun {
- public:
-  DispatchSendInPieces(Blocks& blocks, std::uint32_t step, const OpenStep& open)
-      : quantise_(blocks, step, open), sending_(open.sending) {}
-
-  Waiting waiting() override {
-    const Waiting w = quantise_.waiting();
-    return w.peer != kNoRank ? w : sending_->waiting(true);
-  }
-
- private:
-  bool work() override { return quantise_.poll() && sending_->poll(true); }
-
-  DispatchSend quantise_;
-  const std::shared_ptr<PieceSending> sending_;
 };
 
 // A reader that unpacks only the exponents of such scales would misread anything but a power of two. Zero is allowed, beside rows
@@ -270,7 +247,7 @@ std::unique_ptr<PhaseRun> Exchange::start_dispatch_send(const Tokens& input, std
   open.own_rows_in_x = input.scales == nullptr && (quantised(config().wire) || input.keep_own_rows || blocks_.heap().in_pieces);
   if (!blocks_.heap().in_pieces) return std::make_unique<DispatchSend>(blocks_, *step, open);
   open.sending = std::make_shared<DispatchSending>(blocks_, *step, open);
-  return std::make_unique<DispatchSendInPieces>(blocks_, *step, open);
+  return std::make_unique<SendInPieces>(std::make_unique<DispatchSend>(blocks_, *step, open), open.sending);
 }
 
 }  // namespace pplx::cpu

@@ -2,14 +2,14 @@
 
 namespace pplx::cpu {
 
-PieceSending::PieceSending(Blocks& blocks, std::uint32_t step, Op op, const std::vector<std::uint32_t>& rows)
+PieceSending::PieceSending(Blocks& blocks, std::uint32_t step, Op op, const std::function<std::uint32_t(std::uint32_t peer)>& rows_of)
     : b_(blocks), step_(step), set_(set_of(blocks.config(), step)), op_(op), block_(block_layout(blocks.config(), op)) {
-  for (std::size_t i = 0; i < rows.size(); ++i) {
-    const std::uint32_t peer = b_.peers()[i];
+  for (const std::uint32_t peer : b_.peers()) {
+    const std::uint32_t rows = rows_of(peer);
     std::uint32_t rows_per_unit = 1;
-    units_of(rows[i], block_.row_bytes, &rows_per_unit);
+    units_of(rows, block_.row_bytes, &rows_per_unit);
     const std::uint64_t before = b_.mapped(peer) ? 0 : b_.announced_pieces(set_, op_, peer);
-    outs_.emplace_back(peer, b_.outgoing_slot(set_, op_, peer), before, shape_of(b_.heap(), rows[i]), rows_per_unit);
+    outs_.emplace_back(peer, b_.outgoing_slot(set_, op_, peer), before, shape_of(b_.heap(), rows), rows_per_unit);
   }
 }
 

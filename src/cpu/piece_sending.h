@@ -3,16 +3,18 @@
 #pragma once
 
 #include <deque>
+#include <functional>
 
 #include "blocks.h"
+#include "piece_run.h"
 #include "piece_stream.h"
 
 namespace pplx::cpu {
 
 class PieceSending {
  public:
-  // `rows`: of the block for each of the living peers, in their order.
-  PieceSending(Blocks& blocks, std::uint32_t step, Op op, const std::vector<std::uint32_t>& rows);
+  // rows_of: rows of the block for a living peer.
+  PieceSending(Blocks& blocks, std::uint32_t step, Op op, const std::function<std::uint32_t(std::uint32_t peer)>& rows_of);
   virtual ~PieceSending() = default;
 
   // Any number of threads. True when all pieces are written, or with `first` all that need no credit.
@@ -49,6 +51,24 @@ class PieceSending {
   const Op op_;
   const BlockLayout block_;
   std::deque<Out> outs_;          // indexed by peer, in their order
+};
+
+// The send half: what comes before the rows, then all rows that need no credit.
+class SendInPieces final : public PieceRun {
+ public:
+  SendInPieces(std::unique_ptr<PhaseRun> before, std::shared_ptr<PieceSending> sending)
+      : before_(std::move(before)), sending_(std::move(sending)) {}
+
+  Waiting waiting() override {
+    const Waiting w = before_->waiting();
+    return w.peer != kNoRank ? w : sending_->waiting(true);
+  }
+
+ private:
+  bool work() override { return before_->poll() && sending_->poll(true); }
+
+  const std::unique_ptr<PhaseRun> before_;
+  const std::shared_ptr<PieceSending> sending_;
 };
 
 }  // namespace pplx::cpu
