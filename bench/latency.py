@@ -7,8 +7,6 @@ torchrun --nproc-per-node 2 bench/latency.py --device cuda --wire fp8 --tokens 1
 
 from __future__ import annotations
 
-import argparse
-import os
 import sys
 from collections.abc import Sequence
 
@@ -19,12 +17,11 @@ from bench.cpu import measure as cpu
 from bench.gpu import measure as gpu
 from bench.gpu.device import local_rank
 from bench.harness import report
-from bench.harness.launch import launch
 from bench.harness.options import Options, from_arguments, parser_of
-from bench.harness.rank import leave, measure
+from bench.harness.rank import leave, start
 from bench.harness.world import World
 from pplx_comm import trace
-from pplx_comm.control.launch import detect
+from pplx_comm.layer_arguments import positive
 
 
 def latency(options: Options, world: World, arguments: Sequence[str]) -> None:
@@ -48,24 +45,9 @@ def latency(options: Options, world: World, arguments: Sequence[str]) -> None:
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = parser_of("latency.py", __doc__)
-    parser.add_argument("-n", "--ranks", type=int, metavar="N", help="start N ranks on this host, without a launcher (1)")
-    parsed, of_rank = parser.parse_args(given), _without_ranks(given)
-    launched = detect(os.environ)
-    if launched.source == "no launcher":
-        if parsed.ranks is not None and parsed.ranks < 1:
-            parser.error("-n must be at least 1")
-        if parsed.ranks is not None and parsed.ranks > 1:
-            return launch(parsed.ranks, [__file__, *of_rank])
-    elif parsed.ranks not in (None, launched.world_size):
-        parser.error(f"-n {parsed.ranks}, but the launcher started {launched.world_size} ranks: leave -n out")
-    return measure(from_arguments(parsed), of_rank, latency)
-
-
-def _without_ranks(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a rank: all but -n."""
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("-n", "--ranks")
-    return own.parse_known_args(list(arguments))[1]
+    parser.add_argument("-n", "--ranks", type=positive, metavar="N", help="start N ranks on this host, without a launcher (1)")
+    parsed = parser.parse_args(given)
+    return start(parser, __file__, given, parsed.ranks, from_arguments(parsed), latency)
 
 
 if __name__ == "__main__":

@@ -19,9 +19,7 @@ multiplied; "beside mega" and "beside nccl" are their times over the layer's; "e
 
 from __future__ import annotations
 
-import argparse
 import json
-import os
 import sys
 from collections.abc import Sequence
 from types import SimpleNamespace
@@ -33,13 +31,11 @@ import torch
 
 from bench.gpu import measure as gpu
 from bench.gpu.device import local_rank
-from bench.harness.launch import launch
-from bench.harness.rank import leave, measure
+from bench.harness.rank import leave, start
 from bench.harness.world import World
 from bench.moe import report
 from bench.moe.measure import run
 from bench.moe.options import LayerOptions, from_arguments, parser_of
-from pplx_comm.control.launch import detect
 
 
 def layer(options: LayerOptions, world: World, arguments: Sequence[str]) -> None:
@@ -67,21 +63,8 @@ def layer(options: LayerOptions, world: World, arguments: Sequence[str]) -> None
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
     parser = parser_of(__doc__)
-    parsed, of_rank = parser.parse_args(given), _without_ranks(given)
-    launched = detect(os.environ)
-    if launched.source == "no launcher":
-        if parsed.ranks is not None and parsed.ranks > 1:
-            return launch(parsed.ranks, [__file__, *of_rank])
-    elif parsed.ranks not in (None, launched.world_size):
-        parser.error(f"-n {parsed.ranks}, but the launcher started {launched.world_size} ranks: leave -n out")
-    return measure(from_arguments(parsed), of_rank, layer)
-
-
-def _without_ranks(arguments: Sequence[str]) -> list[str]:
-    """The arguments of a rank: all but -n."""
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("-n", "--ranks")
-    return own.parse_known_args(list(arguments))[1]
+    parsed = parser.parse_args(given)
+    return start(parser, __file__, given, parsed.ranks, from_arguments(parsed), layer)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,6 @@ import argparse
 import functools
 import importlib.util
 import json
-import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -32,13 +31,11 @@ import torch.distributed as dist
 from bench.gpu import measure as gpu
 from bench.gpu.device import local_rank
 from bench.gpu.peers import group_of
-from bench.harness.launch import launch
-from bench.harness.rank import leave, measure
+from bench.harness.rank import leave, start
 from bench.harness.reference import Wrong
 from bench.harness.world import World
 from bench.moe.theirs import by_all_to_all
 from bench.proxy import markdown
-from pplx_comm.control.launch import detect
 from pplx_comm.layer_arguments import positive
 from pplx_comm.machine import machine, versions
 from pplx_comm.moe import MoE, expert_parameters
@@ -196,19 +193,15 @@ def parser() -> argparse.ArgumentParser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     given = list(sys.argv[1:] if arguments is None else arguments)
-    parsed = parser().parse_args(given)
+    p = parser()
+    parsed = p.parse_args(given)
     variants = tuple(dict.fromkeys(parsed.variants.split(",")))
     if unknown := sorted(set(variants) - set(VARIANTS)):
-        parser().error(f"{', '.join(unknown)}: there are {', '.join(VARIANTS)}")
-    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    own.add_argument("-n", "--ranks")
-    of_rank = own.parse_known_args(given)[1]
-    if detect(os.environ).source == "no launcher" and (parsed.ranks or 1) > 1:
-        return launch(parsed.ranks, [__file__, *of_rank])
+        p.error(f"{', '.join(unknown)}: there are {', '.join(VARIANTS)}")
     options = Options(
         parsed.device, variants, parsed.steps, parsed.rounds, parsed.seed, parsed.timeout, parsed.threads, parsed.json
     )
-    return measure(options, of_rank, train)
+    return start(p, __file__, given, parsed.ranks, options, train)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import signal
 import sys
@@ -9,8 +10,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from typing import TypeVar
 
+from bench.harness.launch import launch
 from bench.harness.reference import Wrong
 from bench.harness.world import Limits, World, started_by_mpi
+from pplx_comm.control.launch import detect
 from pplx_comm.errors import Error
 
 Chosen = TypeVar("Chosen", bound=Limits)
@@ -52,6 +55,22 @@ def measure(options: Chosen, arguments: Sequence[str], what: Callable[[Chosen, W
         sys.stderr.flush()
         mpi.COMM_WORLD.Abort(status)
     return status
+
+
+def start(
+    parser: argparse.ArgumentParser, script: str, given: Sequence[str], ranks: int | None, options: Chosen,
+    what: Callable[[Chosen, World, Sequence[str]], None],
+) -> int:  # fmt: skip
+    """measure(), on the ranks that a launcher has started, or on `ranks` ranks of this host. Returns the exit status."""
+    own = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    own.add_argument("-n", "--ranks")
+    of_rank = own.parse_known_args(list(given))[1]
+    launched = detect(os.environ)
+    if launched.source != "no launcher" and ranks not in (None, launched.world_size):
+        parser.error(f"-n {ranks}, but the launcher started {launched.world_size} ranks: leave -n out")
+    if launched.source == "no launcher" and ranks is not None and ranks > 1:
+        return launch(ranks, [script, *of_rank])
+    return measure(options, of_rank, what)
 
 
 def leave(status: int) -> None:
