@@ -39,9 +39,5 @@ def crew_on(
 
 @contextlib.contextmanager
 def crews_on(world_size: int, env: dict[str, str | None] | None = None, **options: Any) -> Iterator[Crews]:
-    with software(**options) as efa:
-        crews = Crews(world_size, {**efa.environment, **(env or {})})
-        try:
-            yield crews
-        finally:
-            crews.close()
+    with software(**options) as efa, Crews(world_size, {**efa.environment, **(env or {})}) as crews:
+        yield crews

@@ -12,7 +12,7 @@ import pytest
 from cases import Case
 from harness import seed
 from soft import EFA, MIXED, crew_on, software
-from test_failure import CLOSED, left_in_shm
+from test_failure import CLOSED, left_in_shm, reset_after_deaths
 from test_faults import PHASES, RANKS, TIMEOUT, Story, tell
 
 NIC = "rdmap16s27"
@@ -43,11 +43,9 @@ def test_killed_or_stopped_anywhere(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("transport", ["proxy:efa-direct", pytest.param("mixed:efa", marks=pytest.mark.slow)])
 def test_reset(transport: str, tmp_path: Path) -> None:
-    paths = [str(tmp_path / f"died{i}") for i in range(2)]
     case = Case(91, 4, transport=transport, num_experts=10, top_k=4, crowd="uneven", wire="mxfp8", in_flight=2)
     with crew_on(4) as (_, crew):
-        crew.start("failure_cases:reset_after", case, [2, 0], paths)
-        for r in crew.collect(60, [1, 3]):
+        for r in reset_after_deaths(crew, [], case, tmp_path):
             assert r["closing"] < CLOSED, r
         assert crew.leave() == [-9, 0, -9, 0]
         assert left_in_shm(crew) == []

@@ -11,6 +11,5 @@ from harness import Crews
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda n: f"ep{n}")
 def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
-    crews = Crews(request.param, PARTS)
-    yield crews
-    crews.close()
+    with Crews(request.param, PARTS) as crews:
+        yield crews

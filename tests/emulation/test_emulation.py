@@ -17,7 +17,7 @@ import trace_cases
 from cases import Case
 from emulation_cases import CHAOS, LARGE, ON_X86_64, PARTS, case_of, module, numbers
 from harness import Crew, Crews, allowed, seed
-from test_failure import left_in_shm
+from test_failure import left_in_shm, reset_after_deaths
 from test_trace import Read
 
 pytestmark = ON_X86_64
@@ -244,12 +244,9 @@ def test_cut_link(how: str) -> None:
     [("mapped", ""), ("mixed:tcp", ""), ("nvshmem", "odd"), ("nvshmem-mixed", "odd"), ("nvshmem", "none"), ("nvshmem", "all")],
 )
 def test_reset(transport: str, near: str, tmp_path: Path) -> None:
-    paths = [str(tmp_path / f"died{i}") for i in range(2)]
     case = Case(seed(), 4, num_experts=10, top_k=4, crowd="uneven", in_flight=2, transport=transport)
     with Crew(4, {"PPLX_EMULATION_NEAR": near}) as crew:
-        crew.start("emulated:call", module(), "failure_cases:reset_after", case, [2, 0], paths)
-        assert [len(r["rounds"]) for r in crew.collect(120, [1, 3])] == [2, 2]
-        crew.leave()
+        reset_after_deaths(crew, ["emulated:call", module()], case, tmp_path)
         assert left_in_shm(crew) == []
 
 

@@ -10,6 +10,7 @@ from cases import Case, in_pieces
 from emulation_cases import LARGE, ON_X86_64, PARTS, case_of, module, numbers, run_refused
 from harness import Crew, seed
 from open_step_cases import small_case
+from test_failure import reset_after_deaths
 
 pytestmark = [ON_X86_64, pytest.mark.slow]
 
@@ -254,12 +255,9 @@ def test_large_steps_among_replays(in_flight: int) -> None:
 
 
 def test_large_steps_after_a_reset(tmp_path: Path) -> None:
-    paths = [str(tmp_path / f"died{i}") for i in range(2)]
     case = Case(seed(), 4, num_experts=10, top_k=4, crowd="uneven", in_flight=2)
     with Crew(4, LARGE) as crew:
-        crew.start("emulated:call", module(), "failure_cases:reset_after", case, [2, 0], paths)
-        assert [len(r["rounds"]) for r in crew.collect(120, [1, 3])] == [2, 2]
-        crew.leave()
+        reset_after_deaths(crew, ["emulated:call", module()], case, tmp_path)
 
 
 @pytest.mark.parametrize("near", ["none", "odd"])

@@ -14,7 +14,7 @@ from cases import Case
 from emulation_cases import CHAOS, ON_X86_64, module, numbers, piece_case
 from harness import Crew, allowed, seed
 from open_step_cases import small_case
-from test_failure import check_survivors
+from test_failure import check_survivors, reset_after_deaths
 
 pytestmark = [ON_X86_64, pytest.mark.slow]
 
@@ -277,9 +277,6 @@ def test_death_in_a_receive_half(place: str, transport: str, tmp_path: Path) -> 
     [("mapped", ""), ("proxy:tcp", ""), ("mixed:tcp", ""), ("nvshmem", "none"), ("nvshmem", "odd"), ("nvshmem-mixed", "none")],
 )
 def test_pieces_after_a_reset(tmp_path: Path, transport: str, near: str) -> None:
-    paths = [str(tmp_path / f"died{i}") for i in range(2)]
     case = Case(seed(), 4, num_experts=10, top_k=4, max_tokens=24, crowd="uneven", in_flight=2, transport=transport)
     with Crew(4, {"PPLX_EMULATION_NEAR": near} if near else {}) as crew:
-        crew.start("emulated:in_pieces", module(), 4, "failure_cases:reset_after", case, [2, 0], paths)
-        assert [len(r["rounds"]) for r in crew.collect(120, [1, 3])] == [2, 2]
-        crew.leave()
+        reset_after_deaths(crew, ["emulated:in_pieces", module(), 4], case, tmp_path)

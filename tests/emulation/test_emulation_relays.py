@@ -15,16 +15,15 @@ from harness import Crew, Crews, seed
 from open_step_cases import small_case
 from relay_cases import damages
 from test_dump import awaited, late_for, rows, shows_ranks_between_halves, started, when
-from test_failure import left_in_shm
+from test_failure import left_in_shm, reset_after_deaths
 
 pytestmark = ON_X86_64
 
 
 @pytest.fixture(scope="module")
 def four() -> Iterator[Crews]:
-    crews = Crews(4, PARTS)
-    yield crews
-    crews.close()
+    with Crews(4, PARTS) as crews:
+        yield crews
 
 
 @pytest.mark.parametrize("transport", ["relayed:tcp", "relayed-dealt:shm"])
@@ -69,14 +68,11 @@ def test_replicas(tmp_path: Path) -> None:
     case = Case(
         seed(), 6, num_experts=11, top_k=4, max_tokens=48, crowd="uneven", in_flight=2, replicas=2, transport="relayed-dealt:tcp"
     )
-    paths = [str(tmp_path / f"died{i}") for i in range(2)]
     with Crew(6) as crew:
         for number in numbers(3):
             drawn = replace(case_of(77_000, number, 6, "relayed-dealt:tcp"), replicas=2)
             crew.run("emulated:call", module(), "rank_cases:exchange", drawn, timeout=100)
-        crew.start("emulated:call", module(), "failure_cases:reset_after", case, [2, 0], paths)
-        assert [len(r["rounds"]) for r in crew.collect(200, [1, 3, 4, 5])] == [2, 2, 2, 2]
-        crew.leave()
+        reset_after_deaths(crew, ["emulated:call", module()], case, tmp_path)
 
 
 def test_in_a_chaos() -> None:
@@ -142,12 +138,9 @@ def test_blocks_in_gpu_memory() -> None:
 
 def test_reset(tmp_path: Path) -> None:
     """Rank 2 dies, which relays for rank 0, then rank 0."""
-    paths = [str(tmp_path / f"died{i}") for i in range(2)]
     case = Case(seed(), 5, num_experts=11, top_k=4, crowd="uneven", in_flight=2, transport="relayed:tcp")
     with Crew(5) as crew:
-        crew.start("emulated:call", module(), "failure_cases:reset_after", case, [2, 0], paths)
-        assert [len(r["rounds"]) for r in crew.collect(120, [1, 3, 4])] == [2, 2, 2]
-        crew.leave()
+        reset_after_deaths(crew, ["emulated:call", module()], case, tmp_path)
         assert left_in_shm(crew) == []
 
 

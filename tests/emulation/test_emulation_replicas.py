@@ -9,6 +9,7 @@ import pytest
 from cases import Case
 from emulation_cases import ON_X86_64, case_of, module, numbers
 from harness import Crew, seed
+from test_failure import reset_after_deaths
 
 pytestmark = [ON_X86_64, pytest.mark.slow]
 
@@ -51,9 +52,6 @@ def test_replicas_apart(kind: str, transport: str) -> None:
 @pytest.mark.parametrize(("replicas", "transport"), [(2, "mixed:tcp"), (2, "mapped"), (4, "mapped")])
 def test_replicas_after_a_reset(tmp_path: Path, replicas: int, transport: str) -> None:
     """Those that are left of a group send the tokens of the dead."""
-    paths = [str(tmp_path / f"died{i}") for i in range(2)]
     case = Case(seed(), 4, num_experts=10, top_k=4, max_tokens=24 * replicas, crowd="uneven", in_flight=2, transport=transport)
     with Crew(4) as crew:
-        crew.start("emulated:call", module(), "failure_cases:reset_after", replace(case, replicas=replicas), [2, 0], paths)
-        assert [len(r["rounds"]) for r in crew.collect(200, [1, 3])] == [2, 2]
-        crew.leave()
+        reset_after_deaths(crew, ["emulated:call", module()], replace(case, replicas=replicas), tmp_path)

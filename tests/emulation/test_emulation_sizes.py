@@ -15,16 +15,14 @@ pytestmark = ON_X86_64
 
 @pytest.fixture(scope="module")
 def few() -> Iterator[Crews]:
-    crews = Crews(2, PARTS)
-    yield crews
-    crews.close()
+    with Crews(2, PARTS) as crews:
+        yield crews
 
 
 @pytest.fixture(scope="module")
 def many() -> Iterator[Crews]:
-    crews = Crews(2, LARGE)
-    yield crews
-    crews.close()
+    with Crews(2, LARGE) as crews:
+        yield crews
 
 
 @pytest.mark.timeout(600)

@@ -13,7 +13,7 @@ import pytest
 from cases import WIRES, Case, random_case
 from gpus import AT_ONCE, GPUS
 from harness import Crew, Crews, seed
-from test_failure import CLOSED, NOTICED, left_in_shm
+from test_failure import CLOSED, NOTICED, left_in_shm, reset_after_deaths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU"), pytest.mark.timeout(300)]
 
@@ -30,16 +30,14 @@ CHAOS = {
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crews]:
-    crews = Crews(RANKS, {"PPLX_COMM_PART_BYTES": "2000"})  # small steps' blocks go in parts, too
-    yield crews
-    crews.close()
+    with Crews(RANKS, {"PPLX_COMM_PART_BYTES": "2000"}) as crews:  # small steps' blocks go in parts, too
+        yield crews
 
 
 @pytest.fixture(scope="module")
 def unruly() -> Iterator[Crews]:
-    crews = Crews(RANKS, CHAOS)
-    yield crews
-    crews.close()
+    with Crews(RANKS, CHAOS) as crews:
+        yield crews
 
 
 def small(transport: str, **changes: object) -> Case:
@@ -132,15 +130,10 @@ def test_killed(transport: str) -> None:
 @pytest.mark.parametrize("transport", [carrier for carrier in [*CARRIERS, *RELAYED] if not carrier.endswith("shm")])
 @pytest.mark.alone
 def test_reset(transport: str, tmp_path: Path) -> None:
-    paths = [str(tmp_path / f"died{i}") for i in range(2)]
     case = Case(seed(), 4, num_experts=10, top_k=4, crowd="uneven", in_flight=2, transport=transport)
     with Crew(4) as crew:
-        crew.start("gpu_cases:on_gpu", "failure_cases:reset_after", case, [2, 0], paths)
-        for r in crew.collect(120, [1, 3]):
-            for i in range(2):
-                assert r["rounds"][i] - float(Path(paths[i]).read_text()) < NOTICED, r
-            assert r["closing"] < CLOSED, r
-        crew.leave()
+        for r in reset_after_deaths(crew, ["gpu_cases:on_gpu"], case, tmp_path):
+            assert max(r["noticed"]) < NOTICED and r["closing"] < CLOSED, r
         assert left_in_shm(crew) == []
 
 

@@ -32,9 +32,8 @@ def module() -> str:
 
 @pytest.fixture(scope="module")
 def crew(module: str) -> Iterator[Crews]:
-    crews = Crews(RANKS, {"PPLX_TEST_CUDA": module, "PPLX_COMM_CUDA_FUZZ": str(seed())})
-    yield crews
-    crews.close()
+    with Crews(RANKS, {"PPLX_TEST_CUDA": module, "PPLX_COMM_CUDA_FUZZ": str(seed())}) as crews:
+        yield crews
 
 
 def test_random_shapes(crew: Crews) -> None:

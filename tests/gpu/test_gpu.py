@@ -22,7 +22,7 @@ from gpus import APART, AT_ONCE, ENDS, GPUS, fewest
 from harness import Crew, Crews, clean_environment, seed
 from memcheck_rank import SIZES
 from test_dump import shows_ranks_between_halves, started, when
-from test_failure import CLOSED, NOTICED, left_in_shm
+from test_failure import CLOSED, NOTICED, left_in_shm, reset_after_deaths
 
 from pplx_comm.gpus import cuda_module
 
@@ -37,16 +37,14 @@ COMPILED_LIMIT = 250
 
 @pytest.fixture(scope="module", params=ENDS, ids=lambda n: f"ep{n}")
 def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
-    crews = Crews(request.param)
-    yield crews
-    crews.close()
+    with Crews(request.param) as crews:
+        yield crews
 
 
 @pytest.fixture(scope="module")
 def sharing() -> Iterator[Crews]:
-    crews = Crews(2, {"CUDA_VISIBLE_DEVICES": "0"})
-    yield crews
-    crews.close()
+    with Crews(2, {"CUDA_VISIBLE_DEVICES": "0"}) as crews:
+        yield crews
 
 
 def test_random_shapes(crew: Crews) -> None:
@@ -232,15 +230,10 @@ def test_killed() -> None:
 @pytest.mark.alone
 def test_reset(tmp_path: Path) -> None:
     ranks = together(4)
-    paths = [str(tmp_path / f"died{i}") for i in range(2)]
     case = Case(seed(), ranks, num_experts=2 * ranks + 2, top_k=4, crowd="uneven", wire="mxfp8", in_flight=2)
     with Crew(ranks) as crew:
-        crew.start("gpu_cases:on_gpu", "failure_cases:reset_after", case, [2, 0], paths)
-        for r in crew.collect(LIMIT, [rank for rank in range(ranks) if rank not in (0, 2)]):
-            for i in range(2):
-                assert r["rounds"][i] - float(Path(paths[i]).read_text()) < NOTICED, r
-            assert r["closing"] < CLOSED, r
-        crew.leave()
+        for r in reset_after_deaths(crew, ["gpu_cases:on_gpu"], case, tmp_path):
+            assert max(r["noticed"]) < NOTICED and r["closing"] < CLOSED, r
         assert left_in_shm(crew) == []
 
 

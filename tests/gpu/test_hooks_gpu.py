@@ -16,9 +16,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(AT_ONCE < 2, reason="fewer tha
 @pytest.fixture(scope="module", params=ENDS, ids=lambda n: f"ep{n}")
 def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
     pytest.importorskip("triton")
-    crews = Crews(request.param, FROM_768)
-    yield crews
-    crews.close()
+    with Crews(request.param, FROM_768) as crews:
+        yield crews
 
 
 @pytest.mark.parametrize("layout", ["ragged", "padded"])

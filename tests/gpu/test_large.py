@@ -23,17 +23,15 @@ LARGE = {"PPLX_COMM_LARGE_TOKENS": "1"}
 
 @pytest.fixture(scope="module", params=ENDS, ids=lambda n: f"ep{n}")
 def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
-    crews = Crews(request.param, FROM_768)
-    yield crews
-    crews.close()
+    with Crews(request.param, FROM_768) as crews:
+        yield crews
 
 
 @pytest.fixture(scope="module", params=ENDS, ids=lambda n: f"ep{n}")
 def few(request: pytest.FixtureRequest) -> Iterator[Crews]:
     """Also steps of few tokens go by the large kernels."""
-    crews = Crews(request.param, LARGE)
-    yield crews
-    crews.close()
+    with Crews(request.param, LARGE) as crews:
+        yield crews
 
 
 def large(world: int, wire: str = "fp8", layout: str = "ragged", tokens: int = 4096) -> Case:

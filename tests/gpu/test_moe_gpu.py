@@ -18,17 +18,15 @@ SIZES = {"hidden": 512, "intermediate": 384, "num_experts": 8, "top_k": 4, "toke
 
 @pytest.fixture(scope="module", params=[max((n for n in APART if n < 8), default=1)], ids=lambda n: f"ep{n}")
 def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
-    crews = Crews(request.param)
-    yield crews
-    crews.close()
+    with Crews(request.param) as crews:
+        yield crews
 
 
 @pytest.fixture(scope="module")
 def decoders(crew: Crews) -> Iterator[Crews]:
     """Ranks of their own: a Communicator has at most eight AllToAlls, and each shape of a layer that decodes takes two."""
-    crews = Crews(crew.world_size)
-    yield crews
-    crews.close()
+    with Crews(crew.world_size) as crews:
+        yield crews
 
 
 def case_of(crew: Crews, spread: str, precision: str, compute: str | None = None, **more: object) -> MoECase:
@@ -103,9 +101,8 @@ def test_one_compilation_serves_all_routings(crew: Crews, precision: str, limit:
 @pytest.fixture(scope="module")
 def one() -> Iterator[Crews]:
     pytest.importorskip("triton")
-    crews = Crews(1)
-    yield crews
-    crews.close()
+    with Crews(1) as crews:
+        yield crews
 
 
 def test_products(one: Crews) -> None:

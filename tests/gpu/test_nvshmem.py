@@ -25,7 +25,7 @@ from fuzz_build import ROOT, fuzz_module
 from gpus import AT_ONCE
 from harness import Crew, Crews, seed
 from open_step_cases import small_case
-from test_failure import CLOSED, NOTICED, check_survivors
+from test_failure import CLOSED, NOTICED, check_survivors, reset_after_deaths
 
 from pplx_comm.errors import Error
 from pplx_comm.wiring import nvshmem
@@ -61,9 +61,8 @@ def reach(request: pytest.FixtureRequest) -> str:
 
 @pytest.fixture(scope="module")
 def crew(reach: str) -> Iterator[Crews]:
-    crews = Crews(RANKS, REACH[reach])
-    yield crews
-    crews.close()
+    with Crews(RANKS, REACH[reach]) as crews:
+        yield crews
 
 
 def small(transport: str, **changes: object) -> Case:
@@ -175,15 +174,10 @@ def test_killed(reach: str) -> None:
 @pytest.mark.skipif(RANKS < 4, reason="two ranks die, two go on")
 @pytest.mark.alone
 def test_reset(reach: str, tmp_path: Path) -> None:
-    paths = [str(tmp_path / f"died{i}") for i in range(2)]
     case = Case(seed(), 4, num_experts=10, top_k=4, crowd="uneven", in_flight=2, transport="nvshmem")
     with Crew(4, REACH[reach] | TRIED) as crew:
-        crew.start("gpu_cases:on_gpu", "failure_cases:reset_after", case, [2, 0], paths)
-        for r in crew.collect(120, [1, 3]):
-            for i in range(2):
-                assert r["rounds"][i] - float(Path(paths[i]).read_text()) < NOTICED, r
-            assert r["closing"] < CLOSED, r
-        crew.leave()
+        for r in reset_after_deaths(crew, ["gpu_cases:on_gpu"], case, tmp_path):
+            assert max(r["noticed"]) < NOTICED and r["closing"] < CLOSED, r
 
 
 # ---- blocks in pieces: those of near peers by the kernels of mapped memory, those of far ones by puts and credits
@@ -260,12 +254,9 @@ def test_death_in_pieces(place: str, transport: str, reach: str, tmp_path: Path)
 @pytest.mark.skipif(RANKS < 4, reason="two ranks die, two go on")
 @pytest.mark.alone
 def test_pieces_after_a_reset(reach: str, tmp_path: Path) -> None:
-    paths = [str(tmp_path / f"died{i}") for i in range(2)]
     with Crew(4, REACH[reach] | TRIED) as crew:
         case = pieces("nvshmem-mixed", hidden=64, in_flight=2, max_tokens=700)
-        crew.start("gpu_cases:on_gpu", "failure_cases:reset_after", case, [2, 0], paths)
-        assert [len(r["rounds"]) for r in crew.collect(120, [1, 3])] == [2, 2]
-        crew.leave()
+        reset_after_deaths(crew, ["gpu_cases:on_gpu"], case, tmp_path)
 
 
 def test_ranks_that_end_a_step_differently(reach: str) -> None:
@@ -300,9 +291,8 @@ def test_doctor() -> None:
 @pytest.fixture(scope="module")
 def fuzzed() -> Iterator[Crews]:
     """Fuzzes the module's own kernels. Where all are near, they are those of mapped memory."""
-    crews = Crews(RANKS, {"PPLX_TEST_NVSHMEM": fuzz_module("_nvshmem"), "PPLX_COMM_CUDA_FUZZ": str(seed()), **REACH["far"]})
-    yield crews
-    crews.close()
+    with Crews(RANKS, {"PPLX_TEST_NVSHMEM": fuzz_module("_nvshmem"), "PPLX_COMM_CUDA_FUZZ": str(seed()), **REACH["far"]}) as crews:
+        yield crews
 
 
 @pytest.mark.timeout(1200)

@@ -18,9 +18,8 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(AT_ONCE < 2, reason="fewer tha
 
 @pytest.fixture(scope="module", params=CREWS or [2], ids=lambda n: f"ep{n}")
 def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
-    crews = Crews(request.param)
-    yield crews
-    crews.close()
+    with Crews(request.param) as crews:
+        yield crews
 
 
 def case_of(crew: Crews, in_flight: int, **changes: Any) -> Case:

@@ -27,9 +27,8 @@ CARRIERS = ["mapped", *(["proxy:tcp", "proxy:shm"] if WORLD > 1 else []), *(["mi
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crews]:
-    crews = Crews(WORLD)
-    yield crews
-    crews.close()
+    with Crews(WORLD) as crews:
+        yield crews
 
 
 def pieces(case: Case) -> Case:

@@ -26,9 +26,8 @@ def process() -> Iterator[Crews]:
     # A kernel that is loaded when it is first launched makes all threads of the process wait for those that run.
     # Streams share a GPU's queues, by default eight: a copy must not come to stand behind a kernel that waits for it.
     parts = {"PPLX_COMM_PART_BYTES": "2000"}
-    crews = Crews(1, {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32", **parts})
-    yield crews
-    crews.close()
+    with Crews(1, {"CUDA_MODULE_LOADING": "EAGER", "CUDA_DEVICE_MAX_CONNECTIONS": "32", **parts}) as crews:
+        yield crews
 
 
 def small(transport: str) -> Case:

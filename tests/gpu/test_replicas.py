@@ -10,7 +10,7 @@ import pytest
 from cases import WIRES, Case, random_case
 from gpus import AT_ONCE, GPUS
 from harness import Crew, Crews, seed
-from test_failure import CLOSED, NOTICED, left_in_shm
+from test_failure import CLOSED, NOTICED, left_in_shm, reset_after_deaths
 
 pytestmark = [pytest.mark.gpu, pytest.mark.skipif(GPUS == 0, reason="no GPU"), pytest.mark.timeout(300)]
 
@@ -21,9 +21,8 @@ GROUPS = [g for g in (2, 4) if g <= RANKS]
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crews]:
-    crews = Crews(RANKS)
-    yield crews
-    crews.close()
+    with Crews(RANKS) as crews:
+        yield crews
 
 
 def small(transport: str, **changes: object) -> Case:
@@ -102,13 +101,8 @@ def test_different_tokens(kind: str) -> None:
 @pytest.mark.alone
 def test_reset(transport: str, tmp_path: Path) -> None:
     """A replica dies: those that are left of its group send its tokens too."""
-    paths = [str(tmp_path / f"died{i}") for i in range(2)]
     case = Case(seed(), 4, transport=transport, num_experts=10, top_k=4, crowd="uneven", replicas=2, in_flight=2, max_tokens=7)
     with Crew(4) as crew:
-        crew.start("gpu_cases:on_gpu", "failure_cases:reset_after", case, [2, 0], paths)
-        for r in crew.collect(120, [1, 3]):
-            for i in range(2):
-                assert r["rounds"][i] - float(Path(paths[i]).read_text()) < NOTICED, r
-            assert r["closing"] < CLOSED, r
-        crew.leave()
+        for r in reset_after_deaths(crew, ["gpu_cases:on_gpu"], case, tmp_path):
+            assert max(r["noticed"]) < NOTICED and r["closing"] < CLOSED, r
         assert left_in_shm(crew) == []

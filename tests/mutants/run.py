@@ -136,16 +136,16 @@ def compilations() -> list[Compiled]:
     return found
 
 
-def dependents(file: str) -> set[Path]:
-    """The sources that include a file, directly or not, and itself."""
-    sources = [path for path in SOURCES.rglob("*") if path.suffix in (".h", ".cpp")]
+def dependents(file: str, root: Path = SOURCES) -> set[Path]:
+    """The sources of a tree that include one of its files, directly or not, and the file itself."""
+    sources = [path for path in root.rglob("*") if path.suffix in (".h", ".cpp", ".cuh", ".cu")]
     includes: dict[Path, set[Path]] = {}
     for path in sources:
         names = re.findall(r'^\s*#\s*include\s+"([^"]+)"', path.read_text(), re.M)
-        folders = (path.parent, SOURCES, SOURCES / "src", SOURCES / "tests" / "cpp")
+        folders = (path.parent, root, root / "src", root / "tests", root / "tests" / "cpp")
         tried = [next((at for at in (folder / name for folder in folders) if at.is_file()), None) for name in names]
         includes[path] = {at.resolve() for at in tried if at is not None}
-    reached = {(SOURCES / file).resolve()}
+    reached = {(root / file).resolve()}
     while more := {path for path, named in includes.items() if named & reached} - reached:
         reached |= more
     return reached

@@ -47,21 +47,6 @@ def commands(module: str) -> tuple[list[tuple[Path, list[str]]], list[str]]:
     return compiled, [*(word for word in compiler if not word.endswith("ccache")), "-shared"]
 
 
-def depends(source: Path, file: Path, root: Path) -> bool:
-    """Returns True if a source includes a file, directly or not, or is it."""
-    seen, todo = set[Path](), [source.resolve()]
-    while todo:
-        at = todo.pop()
-        if at in seen:
-            continue
-        seen.add(at)
-        for name in re.findall(r'^\s*#\s*include\s+"([^"]+)"', at.read_text(), re.M):
-            places = [folder / name for folder in (at.parent, root, root / "src", root / "tests")]
-            todo += [place.resolve() for place in places if place.is_file()]
-    # The carrier's header is named by a macro.
-    return file.resolve() in seen
-
-
 def build(mutant: Mutant, folder: Path) -> None:
     """The three modules of tests/emulation, of which one has the mutant."""
     for name in COPIED:
@@ -69,13 +54,14 @@ def build(mutant: Mutant, folder: Path) -> None:
     file = folder / mutant.file
     file.write_text(file.read_text().replace(mutant.old, mutant.new))
     compiled, link = commands(mutant.module)
+    dependents = run.dependents(mutant.file, folder)  # not by the carrier's header, which a macro names
     todo: list[list[str]] = []
     changed: list[Path] = []
     same: list[Path] = []
     for number, (source, words) in enumerate(compiled):
         own = folder / source.relative_to(run.ROOT)
         at = words.index("-o") + 1
-        if not depends(own, file, folder) or (mutant.kernels and source.name not in mutant.kernels):
+        if own.resolve() not in dependents or (mutant.kernels and source.name not in mutant.kernels):
             same.append(run.BUILD / words[at])
             continue
         changed.append(folder / f"{number}.o")

@@ -21,6 +21,5 @@ def pytest_itemcollected(item: pytest.Item) -> None:
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crews]:
     """Three ranks. A file that wants another number has a fixture of its own."""
-    crews = Crews(3)
-    yield crews
-    crews.close()
+    with Crews(3) as crews:
+        yield crews

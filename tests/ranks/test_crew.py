@@ -14,9 +14,8 @@ from harness import Crew, Crews, RankFailed
 
 @pytest.fixture
 def crews() -> Iterator[Crews]:
-    crews = Crews(3, grace=0.5)
-    yield crews
-    crews.close()
+    with Crews(3, grace=0.5) as crews:
+        yield crews
 
 
 def test_the_rank_that_raised_is_named_first_without_waiting_for_the_rest(crews: Crews) -> None:

@@ -22,16 +22,14 @@ ENV = {"PPLX_COMM_COMPAT_MAX_TOKENS": "64", "PPLX_COMM_COMPAT_TIMEOUT": "20"}
 
 @pytest.fixture(scope="module")
 def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crews]:
-    crews = GlooCrews(4, tmp_path_factory.mktemp, ENV)
-    yield crews
-    crews.close()
+    with GlooCrews(4, tmp_path_factory.mktemp, ENV) as crews:
+        yield crews
 
 
 @pytest.fixture(scope="module")
 def two_nodes(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crews]:
-    crews = GlooCrews(4, tmp_path_factory.mktemp, ENV | {"PPLX_COMM_COMPAT_NODE_SIZE": "2", "PPLX_COMM_PROVIDER": "tcp"})
-    yield crews
-    crews.close()
+    with GlooCrews(4, tmp_path_factory.mktemp, ENV | {"PPLX_COMM_COMPAT_NODE_SIZE": "2", "PPLX_COMM_PROVIDER": "tcp"}) as crews:
+        yield crews
 
 
 @pytest.mark.parametrize("how", ["whole", "async", "hook"])

@@ -47,6 +47,17 @@ def check_survivors(results: list[dict[str, Any]], victim: int, died: float) -> 
         assert r["closing"] < CLOSED, r
 
 
+def reset_after_deaths(crew: Crew, entry: list[Any], case: Case, folder: Path) -> list[dict[str, Any]]:
+    """Rank 2 dies, then rank 0. Returns what the others say: "noticed" has the seconds from each death until they raised."""
+    paths = [folder / f"died{i}" for i in range(2)]
+    crew.start(*entry, "failure_cases:reset_after", case, [2, 0], [str(path) for path in paths])
+    results = crew.collect(200, [rank for rank in range(case.world_size) if rank not in (0, 2)])
+    crew.leave()
+    for r in results:
+        r["noticed"] = [at - float(path.read_text()) for at, path in zip(r["rounds"], paths, strict=True)]
+    return results
+
+
 def check_all_gone(crew: Crew, victim: int) -> None:
     codes = crew.leave()  # None: it does not end
     assert codes == [-signal.SIGKILL if rank == victim else 0 for rank in range(crew.world_size)], crew.output(
@@ -270,18 +281,13 @@ def test_ranks_that_end_a_step_differently(transport: str, kind: str) -> None:
 @pytest.mark.parametrize("transport", [*TRANSPORTS, "mixed:shm", "relayed:tcp"])
 def test_reset(transport: str, tmp_path: Path) -> None:
     """Two of four die, one after the other. The dead ranks' experts answer nothing; everything else is as before."""
-    paths = [str(tmp_path / f"died{i}") for i in range(2)]
-    for wire in ["native" if transport == "mapped" else "mxfp8"]:
-        case = Case(91, 4, transport=transport, num_experts=10, top_k=4, crowd="uneven", wire=wire, in_flight=2)
-        with Crew(4) as crew:
-            crew.start("failure_cases:reset_after", case, [2, 0], paths)
-            results = crew.collect(60, [1, 3])
-            for r in results:
-                assert r["rounds"][0] - float(Path(paths[0]).read_text()) < NOTICED, r
-                assert r["rounds"][1] - float(Path(paths[1]).read_text()) < NOTICED, r
-                assert r["closing"] < CLOSED, r
-            assert crew.leave() == [-9, 0, -9, 0]
-            assert left_in_shm(crew) == []
+    wire = "native" if transport == "mapped" else "mxfp8"
+    case = Case(91, 4, transport=transport, num_experts=10, top_k=4, crowd="uneven", wire=wire, in_flight=2)
+    with Crew(4) as crew:
+        for r in reset_after_deaths(crew, [], case, tmp_path):
+            assert max(r["noticed"]) < NOTICED and r["closing"] < CLOSED, r
+        assert crew.leave() == [-9, 0, -9, 0]
+        assert left_in_shm(crew) == []
 
 
 def test_a_relay_of_more_sources(tmp_path: Path) -> None:
@@ -332,11 +338,9 @@ def test_another_all_to_all_of_one_node(tmp_path: Path) -> None:
 @pytest.mark.parametrize("transport", ["mapped", "mixed:tcp"])
 def test_reset_with_replicas(transport: str, tmp_path: Path) -> None:
     """A replica dies: those that are left of its group send its tokens too."""
-    paths = [str(tmp_path / f"died{i}") for i in range(2)]
     case = Case(93, 4, transport=transport, num_experts=10, top_k=4, crowd="uneven", replicas=2, in_flight=2, max_tokens=7)
     with Crew(4) as crew:
-        crew.start("failure_cases:reset_after", case, [2, 0], paths)
-        for r in crew.collect(60, [1, 3]):
+        for r in reset_after_deaths(crew, [], case, tmp_path):
             assert r["closing"] < CLOSED, r
         assert crew.leave() == [-9, 0, -9, 0]
         assert left_in_shm(crew) == []

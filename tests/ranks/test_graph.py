@@ -27,9 +27,8 @@ def inductor(cache: Path) -> dict[str, str]:
 def crew(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crews]:
     """Compiling takes most of the time, and what a compiler makes of our operators is the same with any number of ranks."""
     cache = tmp_path_factory.mktemp("inductor")
-    crews = Crews(request.param, inductor(cache))
-    yield crews
-    crews.close()
+    with Crews(request.param, inductor(cache)) as crews:
+        yield crews
 
 
 STEPS = 5

@@ -12,9 +12,8 @@ from harness import Crew, Crews, seed
 
 @pytest.fixture(scope="module", params=[1, 3], ids=lambda n: f"ep{n}")
 def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
-    crews = Crews(request.param)
-    yield crews
-    crews.close()
+    with Crews(request.param) as crews:
+        yield crews
 
 
 def case_of(number: int, world: int, *transports: str) -> Case:

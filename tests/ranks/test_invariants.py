@@ -28,9 +28,8 @@ DRAWN = {
 
 @pytest.fixture(scope="module", params=sorted(CASES), ids=lambda n: f"ep{n}")
 def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
-    crews = Crews(request.param)
-    yield crews
-    crews.close()
+    with Crews(request.param) as crews:
+        yield crews
 
 
 def random_cases(world_size: int) -> list[Case]:

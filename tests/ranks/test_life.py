@@ -20,9 +20,8 @@ ENDED = 9.0  # two interpreters with torch in them, on a busy machine; a rank th
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crews]:
-    crews = Crews(2)
-    yield crews
-    crews.close()
+    with Crews(2) as crews:
+        yield crews
 
 
 def check_no_growth(results: list[dict[str, list[int]]]) -> None:

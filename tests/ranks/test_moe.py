@@ -19,9 +19,8 @@ BF16, FP8_WIRE, FP8 = 0.006, 0.045, 0.08
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda n: f"{n} ranks")
 def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
-    crews = Crews(request.param)
-    yield crews
-    crews.close()
+    with Crews(request.param) as crews:
+        yield crews
 
 
 two_ranks = pytest.mark.parametrize("crew", [2], indirect=True, ids=["2 ranks"])

@@ -15,16 +15,15 @@ import pytest
 from cases import Case, in_pieces
 from harness import Crew, Crews, seed
 from test_chaos import HARD, chaos
-from test_failure import check_all_gone, check_survivors
+from test_failure import check_all_gone, check_survivors, reset_after_deaths
 
 TRANSPORTS = ("mapped", "proxy:shm", "proxy:tcp", "mixed:tcp", "dealt:tcp")
 
 
 @pytest.fixture(scope="module", params=[2, 4], ids=lambda n: f"ep{n}")
 def crew(request: pytest.FixtureRequest) -> Iterator[Crews]:
-    crews = Crews(request.param)
-    yield crews
-    crews.close()
+    with Crews(request.param) as crews:
+        yield crews
 
 
 def large_case(number: int, world_size: int, transport: str) -> Case:
@@ -110,9 +109,7 @@ def test_death_in_a_phase(place: str, transport: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("transport", ["mapped", "proxy:tcp"])
 def test_reset(transport: str, tmp_path: Path) -> None:
     """Two of four die; the survivors go on in pieces, from the first step on, and no old piece or credit counts."""
-    paths = [str(tmp_path / f"died{i}") for i in range(2)]
     case = in_pieces(Case(91, 4, transport=transport, num_experts=10, top_k=4, max_tokens=500, crowd="uneven", in_flight=2))
     with Crew(4) as crew:
-        crew.start("failure_cases:reset_after", case, [2, 0], paths)
-        crew.collect(60, [1, 3])
+        reset_after_deaths(crew, [], case, tmp_path)
         assert crew.leave() == [-9, 0, -9, 0]

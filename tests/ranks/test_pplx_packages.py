@@ -22,9 +22,8 @@ def case_of(kind: str) -> dict[str, Any]:
 
 @pytest.fixture(scope="module")
 def crew(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Crews]:
-    crews = GlooCrews(4, tmp_path_factory.mktemp, {"PPLX_COMM_COMPAT_TIMEOUT": "20"})
-    yield crews
-    crews.close()
+    with GlooCrews(4, tmp_path_factory.mktemp, {"PPLX_COMM_COMPAT_TIMEOUT": "20"}) as crews:
+        yield crews
 
 
 @pytest.mark.parametrize(

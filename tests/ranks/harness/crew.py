@@ -301,6 +301,12 @@ class Crews:
             with crew:
                 pass
 
+    def __enter__(self) -> Crews:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
     def close(self) -> None:
         self._end()
         if self._died:
