@@ -71,7 +71,7 @@ BOUNDS: dict[str, Sizes] = {
     "decode::combine<Float16, true, 2, false>": Sizes(48128, 126, 80, 0, 0),
     "decode::combine<BFloat16, true, 4, false>": Sizes(60416, 168, 80, 0, 0),
     "decode::combine<BFloat16, true, 2, false>": Sizes(48128, 126, 80, 0, 0),
-    "decode::dispatch<Quantised<2>, false, true>": Sizes(363520, 96, 368, 88, 256),
+    "decode::dispatch<Quantised<2>, false, true>": Sizes(363520, 96, 368, 92, 256),
     "decode::dispatch<Quantised<4>, false, true>": Sizes(366592, 96, 416, 552, 488),
     "decode::dispatch<AsIs, false, true>": Sizes(359424, 96, 368, 216, 272),
     "decode::dispatch<Quantised<2>, true, true>": Sizes(230400, 96, 240, 156, 132),

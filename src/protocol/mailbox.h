@@ -67,14 +67,10 @@ PPLX_BOTH void announce(const MailboxEntry& entry, std::uint32_t generation, Mai
   Atomics::store_release(entry.mail, mail_word(mail));
 }
 
-// A GPU: the rows of a piece, before the mail that announces it.
-PPLX_BOTH inline void set_rows_of_piece(const Heap& heap, const Config& c, char* memory, std::uint32_t step, Op op, std::uint32_t peer,
-                                        std::uint32_t piece, std::uint32_t rows) {
-  reinterpret_cast<std::uint32_t*>(memory + heap.rows_in_pieces_at(c, set_of(c, step), op, peer))[piece % kPlaces] = rows;
-}
-inline std::uint32_t rows_of_piece(const Heap& heap, const Config& c, const char* memory, std::uint32_t step, Op op, std::uint32_t peer,
-                                   std::uint32_t piece) {
-  return reinterpret_cast<const std::uint32_t*>(memory + heap.rows_in_pieces_at(c, set_of(c, step), op, peer))[piece % kPlaces];
+// Addresses the rows of a piece. A GPU writes them before the mail that announces it.
+PPLX_BOTH inline std::uint32_t& rows_of_piece(const Heap& heap, const Config& c, char* memory, std::uint32_t step, Op op,
+                                              std::uint32_t peer, std::uint32_t piece) {
+  return reinterpret_cast<std::uint32_t*>(memory + heap.rows_in_pieces_at(c, set_of(c, step), op, peer))[piece % kPlaces];
 }
 
 // Device: whether the block may be written again. Reached, not equal: a later one may have been announced, and have left.

@@ -18,10 +18,6 @@ inline void store_release(void* word, std::uint64_t value) {
   emulation::come_to_change();
   __atomic_store_n(static_cast<std::uint64_t*>(word), value, __ATOMIC_RELEASE);
 }
-struct Atomics {
-  static std::uint64_t load_acquire(const void* word) { return cuda::load_acquire(word); }
-  static void store_release(void* word, std::uint64_t value) { cuda::store_release(word, value); }
-};
 inline std::uint64_t load_relaxed(const void* word) { return load_acquire(word); }
 inline void store_relaxed(void* word, std::uint64_t value) { store_release(word, value); }
 inline void store_release_here(void* word, std::uint64_t value) { store_release(word, value); }

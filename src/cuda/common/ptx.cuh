@@ -31,11 +31,6 @@ __device__ inline void store_relaxed(void* word, std::uint64_t value) {
 // Orders what this thread has stored, or has seen, before what it stores next: for every GPU and the host, or for this GPU.
 __device__ inline void fence_system() { asm volatile("fence.acq_rel.sys;" ::: "memory"); }
 __device__ inline void fence_here() { asm volatile("fence.acq_rel.gpu;" ::: "memory"); }
-// The atomics of protocol functions that host and device share.
-struct Atomics {
-  __device__ static std::uint64_t load_acquire(const void* word) { return cuda::load_acquire(word); }
-  __device__ static void store_release(void* word, std::uint64_t value) { cuda::store_release(word, value); }
-};
 // Releases to threads of this GPU.
 __device__ inline void store_release_here(void* word, std::uint64_t value) {
   asm volatile("st.release.gpu.global.u64 [%0], %1;" ::"l"(word), "l"(value) : "memory");
@@ -224,6 +219,12 @@ __device__ inline void fence_copies() { PPLX_SM90("fence.proxy.async.global;" ::
 #endif
 
 namespace pplx::cuda {
+
+// The atomics of protocol functions that host and device share.
+struct Atomics {
+  __device__ static std::uint64_t load_acquire(const void* word) { return cuda::load_acquire(word); }
+  __device__ static void store_release(void* word, std::uint64_t value) { cuda::store_release(word, value); }
+};
 
 // Arrives once for a warp, behind what its lanes have done.
 __device__ inline void mbarrier_arrive_of_warp(std::uint64_t* turns) {

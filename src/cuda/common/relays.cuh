@@ -64,7 +64,7 @@ class Deadline {
   std::uint32_t looks_ = 0;
 };
 
-// Waits as wait() does, by one thread, but gives up so much sooner.
+// Waits as wait() does, by one thread, and counts the wait. With `sooner` it gives up that much earlier, and counts waits of a combine alone.
 [[maybe_unused]] static __device__ __noinline__ bool wait_sooner(const Common& k, const void* word, Phase phase, std::uint32_t step,
                                                                 std::uint32_t peer, std::uint64_t begun, std::uint64_t sooner) {
   Deadline deadline(k, step, begun, sooner);
@@ -72,12 +72,16 @@ class Deadline {
   WaitTimer timer;
   const bool good = keep_looking(k, word, phase, step, peer, [&] { return seen; }, [&] {
     timer.look();
-    seen = load_acquire(word);
-    if (matches<Match::Reached>(k, seen, step)) return true;
-    deadline.look(k, phase, step, peer, seen);
+    seen = load_relaxed(word);
+    if (matches<Match::Reached>(k, seen, step)) {
+      seen = load_acquire(word);
+      return true;
+    }
+    if (sooner != 0) deadline.look(k, phase, step, peer, seen);
     return false;
   });
-  if (phase == Phase::CombineRecv) timer.count(k, Op::Combine, peer);
+  const bool combines = phase == Phase::CombineRecv;
+  if (combines || sooner == 0) timer.count(k, combines ? Op::Combine : Op::Dispatch, peer);
   fuzz_delay(k, seen);
   return good;
 }

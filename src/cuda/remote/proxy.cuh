@@ -186,31 +186,14 @@ __device__ inline bool claim_words(const Common& k, std::uint32_t step, Op op) {
   return atomicExch(&k.control->looked_after[set_of(k.c, step)][static_cast<int>(op)], mine) != mine;
 }
 
-// Waits as wait() does, and counts the wait.
-[[maybe_unused]] static __device__ __noinline__ bool wait_and_count(const Common& k, const void* word, Op op, Phase phase,
-                                                                    std::uint32_t step, std::uint32_t peer) {
-  std::uint64_t seen = 0;
-  WaitTimer timer;
-  const bool good = keep_looking(k, word, phase, step, peer, [&] { return seen; }, [&] {
-    timer.look();
-    seen = load_relaxed(word);
-    if (!matches<Match::Reached>(k, seen, step)) return false;
-    seen = load_acquire(word);
-    return true;
-  });
-  timer.count(k, op, peer);
-  fuzz_delay(k, seen);
-  return good;
-}
-
 // Until the header of the peer's block is there. kPieces: in an AllToAll in pieces.
 template <bool kPieces = false>
 __device__ inline bool wait_for_block(const Common& k, std::uint32_t step, Op op, Phase phase, std::uint32_t peer) {
   if (kCarrier) return wait_for_put<kPieces>(k, step, op, phase, peer);
   const char* const word = k.arrivals + k.heap.arrival_at(k.c, set_of(k.c, step), signal_of(op), peer);
   if (!has_relays(k) && op == Op::Weights) return wait<Match::Reached>(k, word, phase, step, peer);
-  if (!has_relays(k)) return wait_and_count(k, word, op, phase, step, peer);
-  return wait_sooner(k, word, phase, step, peer, nanoseconds(), op == Op::Dispatch ? kNodesSooner : kBlocksSooner);
+  const std::uint64_t sooner = !has_relays(k) ? 0 : op == Op::Dispatch ? kNodesSooner : kBlocksSooner;
+  return wait_sooner(k, word, phase, step, peer, nanoseconds(), sooner);
 }
 
 __device__ inline void pass_on(const Common& k, std::uint32_t step, Signal signal, std::uint32_t peer) {

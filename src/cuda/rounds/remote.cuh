@@ -85,7 +85,7 @@ __device__ inline void hand_over(const Common& k, const PieceArguments& p, std::
     mark_told(k, step, op);
     return;
   }
-  set_rows_of_piece(k.heap, k.c, k.host, step, op, peer, round, rows);
+  rows_of_piece(k.heap, k.c, k.host, step, op, peer, round) = rows;
   *remote_word(k, p, RemoteWord::Told, step, op, peer) = pieces_word(k.generation, step, round + 1);
   announce<Atomics>(mailbox_of(k, step, op, peer), k.generation, {step, round + 1, true}, *announced(k, step, op, peer));
   mark_told(k, step, op);
