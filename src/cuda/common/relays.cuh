@@ -64,9 +64,10 @@ class Deadline {
   std::uint32_t looks_ = 0;
 };
 
-// Waits as wait() does, by one thread, and counts the wait. With `sooner` it gives up that much earlier, and counts waits of a combine alone.
-[[maybe_unused]] static __device__ __noinline__ bool wait_sooner(const Common& k, const void* word, Phase phase, std::uint32_t step,
-                                                                std::uint32_t peer, std::uint64_t begun, std::uint64_t sooner) {
+// Waits as wait() does, by one thread, and counts the wait. With `sooner` it gives up that much earlier, and counts waits of a combine
+// alone.
+[[maybe_unused]] static __device__ __noinline__ bool wait_and_count(const Common& k, const void* word, Phase phase, std::uint32_t step,
+                                                                   std::uint32_t peer, std::uint64_t begun, std::uint64_t sooner) {
   Deadline deadline(k, step, begun, sooner);
   std::uint64_t seen = 0;
   WaitTimer timer;

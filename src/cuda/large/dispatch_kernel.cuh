@@ -193,11 +193,11 @@ __device__ inline void send_large(const DispatchArguments& a, DispatchShared<kRo
     char* const counting = (room ? out : in) + warp * counting_bytes(k.c);
     // The first chunk that this worker counts, if no warp has begun it: its ids come while the launch begins.
     const std::uint32_t first = warp * gridDim.x + blockIdx.x;
-    const bool counts = a.ids != nullptr && (kRounds || !numbers_rows(a));
+    const bool numbers = !kRounds && numbers_rows(a), counts = a.ids != nullptr && !numbers;
     ChunkIds ids;
     if (counts && first < a.chunks) ids.load(a, ChunkChoices(a, first));
     if (room && warp == kLoader) loader.ask_early();
-    if (!kRounds && numbers_rows(a))
+    if (numbers)
       count_rows_before(a, s.plan, sums);
     else if (counts && first < a.chunks)
       ids.keep(a, ChunkChoices(a, first), true, ChunkMarks(k, counting).ids);

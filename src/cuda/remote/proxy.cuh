@@ -193,7 +193,7 @@ __device__ inline bool wait_for_block(const Common& k, std::uint32_t step, Op op
   const char* const word = k.arrivals + k.heap.arrival_at(k.c, set_of(k.c, step), signal_of(op), peer);
   if (!has_relays(k) && op == Op::Weights) return wait<Match::Reached>(k, word, phase, step, peer);
   const std::uint64_t sooner = !has_relays(k) ? 0 : op == Op::Dispatch ? kNodesSooner : kBlocksSooner;
-  return wait_sooner(k, word, phase, step, peer, nanoseconds(), sooner);
+  return wait_and_count(k, word, phase, step, peer, nanoseconds(), sooner);
 }
 
 __device__ inline void pass_on(const Common& k, std::uint32_t step, Signal signal, std::uint32_t peer) {

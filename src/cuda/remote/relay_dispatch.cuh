@@ -159,7 +159,7 @@ static __device__ __noinline__ bool pass_on_node(const DispatchArguments& a, std
   for (std::uint32_t source = lane; source < k.c.world; source += 32) {
     if (!is_remote(k, source) || (k.dead >> source & 1) != 0) continue;
     see_it_leave(k, step, Op::Weights, Phase::Weights, source);
-    wait_sooner(k, arrival(k, step, Signal::Dispatch, source), Phase::DispatchRecv, step, rank_of_holder(r, source), begun,
+    wait_and_count(k, arrival(k, step, Signal::Dispatch, source), Phase::DispatchRecv, step, rank_of_holder(r, source), begun,
                 kRelaysSooner);
   }
   __syncwarp();
