@@ -355,6 +355,7 @@ struct CombineArguments : LaunchArguments, ExpertOutputs, Result {
   PieceArguments pieces;
   bool by_node = false;  // the rows of a node's ranks are added first: protocol/nodes.h
   std::uint16_t node_of[kMaxPeers] = {};  // then: by rank
+  std::uint32_t rows_ahead = 0;  // rows so likely that they are loaded before it is known whether they are there
   Relays relays;
 };
 

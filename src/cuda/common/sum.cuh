@@ -12,23 +12,37 @@ struct Sums {
   static constexpr int kBatch = 4;
   float sum[kVectors][T::kPerVector] = {};
 
-  // pointer(i): of row i, null if it has none.
-  template <typename Pointer, typename Weight>
-  __device__ void add(std::uint32_t n, std::uint32_t begin, std::uint32_t end, const Pointer& pointer, const Weight& weight) {
-    for (std::uint32_t first = 0; first < n; first += kBatch) {
-      uint4 v[kBatch][kVectors];
-      bool here[kBatch];
+  // Rows on their way.
+  struct Batch {
+    uint4 v[kBatch][kVectors];
+    bool here[kBatch] = {};
+
+    // pointer(i): of row i, null if it has none.
+    template <typename Pointer>
+    __device__ void load(std::uint32_t first, std::uint32_t n, std::uint32_t begin, std::uint32_t end, const Pointer& pointer) {
+      const char* row[kBatch];  // all are known before the first is loaded
 #pragma unroll
       for (int i = 0; i < kBatch; ++i) {
-        const char* row = first + i < n ? pointer(first + i) : nullptr;
-        here[i] = row != nullptr;
-#pragma unroll
-        for (int j = 0; j < kVectors; ++j)
-          if (here[i] && begin + j * 512 < end) v[i][j] = load_input(row + begin + j * 512);
+        row[i] = pointer(first + i);
+        here[i] = first + i < n && row[i] != nullptr;
       }
 #pragma unroll
       for (int i = 0; i < kBatch; ++i)
-        if (here[i]) add_row(v[i], weight(first + i));
+#pragma unroll
+        for (int j = 0; j < kVectors; ++j)
+          if (here[i] && begin + j * 512 < end) v[i][j] = load_input(row[i] + begin + j * 512);
+    }
+  };
+
+  // loaded: `rows` has the first of them.
+  template <typename Pointer, typename Weight>
+  __device__ void add(std::uint32_t n, std::uint32_t begin, std::uint32_t end, const Pointer& pointer, const Weight& weight,
+                      Batch rows = {}, bool loaded = false) {
+    for (std::uint32_t first = 0; first < n; first += kBatch, loaded = false) {
+      if (!loaded) rows.load(first, n, begin, end, pointer);
+#pragma unroll
+      for (int i = 0; i < kBatch; ++i)
+        if (rows.here[i]) add_row(rows.v[i], weight(first + i));
     }
   }
 

@@ -60,15 +60,17 @@ constexpr int copied_vectors(std::uint64_t rows, std::uint32_t row_bytes, std::u
 constexpr std::uint32_t copies_together(int vectors, std::uint32_t blocks) {
   return vectors > kSentVectors || blocks > kFewBlocks ? 1 : kStripsTogether;
 }
-// rows: those that a rank may receive if all send it the number of tokens that it sends.
 constexpr bool sends_few(std::uint64_t rows, std::uint32_t strips, std::uint32_t blocks) {
   return rows * strips <= std::uint64_t{kCombineWarps} * blocks;
 }
 
-// Warps that receive from the start, while the link is behind, in a combine whose warps would send several runs of strips each.
-inline constexpr std::uint32_t kReceiversOfCombine = 4;
-constexpr std::uint32_t receivers_of_combine(std::uint32_t units, std::uint32_t blocks) {
-  return units > 2 * kCombineWarps * blocks ? kReceiversOfCombine : 0;
+// Warps that receive from the start, while the link is behind, in a combine whose warps would send several runs of strips each. Copies of
+// many multiprocessors fill the link with fewer warps.
+inline constexpr std::uint32_t kReceiversOfCombine = 4, kReceiversOfCopies = 6, kBlocksOfFewSenders = 65;
+constexpr std::uint32_t receivers_of_combine(std::uint32_t units, std::uint32_t blocks, bool copies) {
+  const std::uint32_t warps = kCombineWarps * blocks;
+  if (units <= 2 * warps) return 0;
+  return copies && blocks >= kBlocksOfFewSenders && units > 4 * warps ? kReceiversOfCopies : kReceiversOfCombine;
 }
 
 // Thread blocks of a launch that has the GPU to itself. Two of dispatch would leave each thread 48 registers, and it spills.

@@ -122,10 +122,11 @@ __device__ inline bool await_strips(const CombineArguments& a, std::uint32_t ste
   return await_vec16s(k, Phase::CombineRecv, step, waits_for, [&](bool all) { return strips.look(all); });
 }
 
-// A strip of one of this rank's tokens. `entry`: this lane's row of it. kGives: replicas get it, too. False: its rows will not
-// come.
-template <typename T, bool kGives, bool kMappedOnly, int kVectors>
-__device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, std::uint32_t entry) {
+// A strip of one of this rank's tokens. `entry`: this lane's row of it. kGives: replicas get it, too. when_there(): called once its rows
+// have come. False: they will not.
+template <typename T, bool kGives, bool kMappedOnly, int kVectors, typename WhenThere>
+__device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t step, std::uint32_t unit, std::uint32_t entry,
+                                     const WhenThere& when_there) {
   const Common& k = a.common;
   const std::uint32_t own = a.received_in.by_strips.divide(unit), strip = unit - own * a.received_in.strips;
   std::uint32_t ends = 0;
@@ -159,6 +160,7 @@ __device__ inline bool receive_strip(const CombineArguments& a, std::uint32_t st
     }
     strips.make_places_blank();
   }
+  when_there();
   sums.store(y, begin, end);
   mark_stage(k, step, Stage::Added);
   if constexpr (kGives) CombineExtras<kMappedOnly>::give_strip(k, step, own, sums, begin, end);
@@ -198,14 +200,17 @@ __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t 
   }
   receive_headers<kMappedOnly>(a, step);
   const std::uint32_t units = a.release ? 0 : a.own * a.received_in.strips;
-  for (std::uint32_t nth = first_of_warp(); nth * gridDim.x < units;) {
-    const std::uint32_t unit = receive_unit(nth);
-    if (unit < units) {
-      const std::uint32_t entry = nth < kCombineWarps ? s.entries[threadIdx.x] : load_token_row(a, unit);
-      if (!receive_strip<T, false, kMappedOnly, kVectors>(a, step, unit, entry)) return;
-    }
-    if (threadIdx.x % 32 == 0) nth = atomicAdd(&s.received, 1);
-    nth = __shfl_sync(~0u, nth, 0);
+  std::uint32_t nth = first_of_warp(), unit = receive_unit(nth), entry = s.entries[threadIdx.x];
+  while (nth * gridDim.x < units) {
+    const auto take_next = [&] {  // not before: whose rows come first has more
+      nth = of_first_lane([&] { return atomicAdd(&s.received, 1u); });
+      unit = receive_unit(nth);
+      if (nth * gridDim.x < units) entry = load_token_row(a, unit);
+    };
+    if (unit >= units)
+      take_next();
+    else if (!receive_strip<T, false, kMappedOnly, kVectors>(a, step, unit, entry, take_next))
+      return;
   }
 }
 

@@ -41,8 +41,10 @@ __device__ inline bool has_words(const CombineArguments& a, const CombineShared&
 }
 
 // Returns true if this launch may work on its step. All threads of the block call it; what later decisions need is in shared memory
-// then. received: units that its warps begin with.
-__device__ inline bool begin_combine(const CombineArguments& a, std::uint32_t& step, std::uint32_t received, CombineShared& s) {
+// then. received: units that its warps begin with. before_vote(): called when what the vote waits for is there.
+template <typename BeforeVote>
+__device__ inline bool begin_combine(const CombineArguments& a, std::uint32_t& step, std::uint32_t received, CombineShared& s,
+                                     const BeforeVote& before_vote) {
   const Common& k = a.common;
   const std::uint64_t closed = load_closed(k);
   const bool failed = threadIdx.x == 0 && load_relaxed(&k.control->failure) != 0;
@@ -56,6 +58,7 @@ __device__ inline bool begin_combine(const CombineArguments& a, std::uint32_t& s
   }
   // Some rows may have no place. All threads or none: what fails meanwhile must not part those that meet at barriers.
   const bool refused = is_not_open(k, step, closed);
+  before_vote();
   if (!__syncthreads_or(failed || refused)) return true;
   if (refused) refuse(k, step, closed, a.send ? Phase::CombineSend : Phase::CombineRecv);
   return false;
@@ -195,35 +198,49 @@ __device__ inline bool may_store(CombineShared& s, bool own) {
   return s.mine;
 }
 
-// Sums a row with n choices here, for its source.
-template <typename T, int kVectors>
-__device__ inline void sum_row(const CombineArguments& a, const Places& places, std::uint32_t n, std::uint32_t begin,
-                               std::uint32_t end, Sums<T, kVectors>& sums) {
-  const auto pointer = [&](std::uint32_t i) -> const char* {
-    const std::uint32_t from = __shfl_sync(~0u, places.out_row, i);
-    return from == kNone ? nullptr : a.expert_out + from * a.expert_stride;
-  };
-  const auto weight_of = [&](std::uint32_t i) { return __shfl_sync(~0u, places.weight, i); };
-  sums.add(n, begin, end, pointer, weight_of);
+// Returns where the ith choice's output is, or null.
+__device__ inline const char* output_of(const CombineArguments& a, const Places& places, std::uint32_t i) {
+  const std::uint32_t from = __shfl_sync(~0u, places.out_row, i);
+  return from < a.expert_rows ? a.expert_out + from * a.expert_stride : nullptr;
 }
 
-// Copies a lane's vectors [begin, end) of a row of Compact, at most kVectors, or sends zeroes where the row has no place. False: may_send()
-// says no, which it is asked once all are on their way.
+// Sums a row with n choices here, for its source.
+template <typename T, int kVectors>
+__device__ inline void sum_row(const CombineArguments& a, const Places& places, std::uint32_t n, std::uint32_t begin, std::uint32_t end,
+                               Sums<T, kVectors>& sums, const typename Sums<T, kVectors>::Batch& rows = {}, bool loaded = false) {
+  const auto output = [&](std::uint32_t i) { return output_of(a, places, i); };
+  const auto weight_of = [&](std::uint32_t i) { return __shfl_sync(~0u, places.weight, i); };
+  sums.add(n, begin, end, output, weight_of, rows, loaded);
+}
+
+// A lane's vectors [begin, end) of a row of Compact, at most kVectors; zeroes where the row has no place.
+template <int kVectors>
+struct Copied {
+  uint4 v[kVectors];
+
+  __device__ void load(const CombineArguments& a, const Places& places, std::uint32_t begin, std::uint32_t end) {
+    const char* const from = output_of(a, places, 0);
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j) {
+      v[j] = make_uint4(0, 0, 0, 0);
+      if (from != nullptr && begin + j * 512 < end) v[j] = load_input(from + begin + j * 512);
+    }
+  }
+  __device__ void store(char* to, std::uint32_t begin, std::uint32_t end) const {
+#pragma unroll
+    for (int j = 0; j < kVectors; ++j)
+      if (begin + j * 512 < end) store_numbers(to + begin + j * 512, v[j]);
+  }
+};
+
+// False: may_send() says no, which it is asked once all are on their way.
 template <int kVectors, typename MaySend>
 __device__ inline bool copy_strip(const CombineArguments& a, const Places& places, char* to, std::uint32_t begin, std::uint32_t end,
                                   const MaySend& may_send) {
-  const std::uint32_t place = __shfl_sync(~0u, places.out_row, 0);
-  const char* const from = a.expert_out + (place == kNone ? 0 : place) * a.expert_stride;
-  uint4 v[kVectors];
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j) {
-    v[j] = make_uint4(0, 0, 0, 0);
-    if (place != kNone && begin + j * 512 < end) v[j] = load_input(from + begin + j * 512);
-  }
+  Copied<kVectors> strip;
+  strip.load(a, places, begin, end);
   if (!may_send()) return false;
-#pragma unroll
-  for (int j = 0; j < kVectors; ++j)
-    if (begin + j * 512 < end) store_numbers(to + begin + j * 512, v[j]);
+  strip.store(to, begin, end);
   return true;
 }
 
@@ -279,25 +296,72 @@ __device__ inline void send_strips(const CombineArguments& a, std::uint32_t step
   publish(k, to + k.combine.arrival_at, arrival_word(k.generation, step));  // a tail is any bits: no blank shows that it came
 }
 
-// Loads a warp's first unit, if the step is a small one, before the kernel knows how many rows there are.
-template <bool kMappedOnly>
-__device__ inline void load_first_places(const CombineArguments& a, Places& places) {
-  const Common& k = a.common;
-  const std::uint32_t unit = unit_of_share(blockIdx.x, threadIdx.x / 32);
-  if (a.release || unit < k.living) return;
-  const std::uint32_t at = a.sent.by_strips.divide(unit - k.living);
-  if (at < k.c.world * k.most_rows) places.load<kMappedOnly>(a, at);
-}
+// A warp's first strip, the only one in small steps. Its places are loaded before the kernel knows how many rows there are, and a likely
+// row, too; then straight code sends it, not the loops of send_combine. Not sums of wide strips: they need the registers.
+template <typename T, bool kMappedOnly, int kVectors>
+struct FirstStrip {
+  static constexpr bool kFew = kVectors == kSentVectorsOfFew;
+  Places places;
+  typename Sums<T, kVectors>::Batch rows;
+  Copied<kCopiedVectors> copied;
+  std::uint32_t unit, row, begin, end;
+  bool loaded = false;
 
-// Sends this block's share: all its sending warps. The first warp then looks for untaken shares, and sends those alone.
+  __device__ void load_places(const CombineArguments& a) {
+    const Common& k = a.common;
+    unit = unit_of_share(blockIdx.x, threadIdx.x / 32);
+    row = a.sent.by_strips.divide(unit - k.living);
+    if (!a.release && unit >= k.living && row < k.c.world * k.most_rows) places.load<kMappedOnly>(a, row);
+  }
+  __device__ void load(const CombineArguments& a) {
+    const Common& k = a.common;
+    const bool compact = k.c.layout == LayoutKind::Compact;
+    const std::uint32_t first = (unit - k.living - row * a.sent.strips) * a.sent.bytes();
+    begin = first + threadIdx.x % 32 * 16;
+    end = min(k.row_bytes, first + a.sent.bytes());
+    loaded = row < a.rows_ahead && (kFew || compact);
+    if (!loaded) return;
+    if constexpr (kFew)
+      rows.load(0, compact ? 1 : __popc(places.choices), begin, end, [&](std::uint32_t i) { return output_of(a, places, i); });
+    else
+      copied.load(a, places, begin, end);
+  }
+  __device__ void send(const CombineArguments& a, std::uint32_t step, const CombineUnits& units, CombineShared& s) {
+    const Common& k = a.common;
+    if (unit < units.headers) {
+      if (may_store(s, true)) send_combine_header<kMappedOnly>(a, step, k.order[unit], s, units.runs);
+      return;
+    }
+    if (unit >= units.all) return;
+    const RowOfUnit of(k, s, units, row);
+    const std::uint32_t n = places.check(a);
+    mark_stage(k, step, Stage::Found);
+    char* const to = block_of_sums<kMappedOnly>(a, step, of.source) + k.combine.row_at(of.row);
+    fuzz_delay(k, std::uint64_t{step} << 32 | begin);
+    if constexpr (kFew) {
+      Sums<T, kVectors> sums;
+      sum_row(a, places, n, begin, end, sums, rows, loaded);
+      if (may_store(s, true)) sums.send(to, begin, end);
+    } else {
+      if (!loaded) copied.load(a, places, begin, end);
+      if (may_store(s, true)) copied.store(to, begin, end);
+    }
+    mark_stage(k, step, Stage::Sent);
+  }
+};
+
+// Sends this block's share: all its sending warps. sent: each has sent its first unit. The first warp then looks for untaken shares, and
+// sends those alone.
 template <typename T, bool kMappedOnly, int kVectors>
 __device__ inline void send_combine(const CombineArguments& a, std::uint32_t step, const CombineUnits& units, std::uint32_t senders,
-                                    Places& places, CombineShared& s) {
+                                    Places places, bool sent, CombineShared& s) {
   const Common& k = a.common;
   if constexpr (!kMappedOnly)
     if (a.uses_weights) CombineExtras<kMappedOnly>::send_all_weights(a, step);
   std::uint32_t share = blockIdx.x, nth = threadIdx.x / 32;
-  bool own = true, loaded = units.small;
+  bool own = true, loaded = units.small && !sent;
+  const auto next = [&] { return of_first_lane([&] { return own ? senders + atomicAdd(&s.sent, 1u) : nth + 1; }); };
+  if (sent) nth = kCombineWarps * gridDim.x < units.all ? next() : kCombineWarps;
 #pragma unroll 1
   for (;; loaded = false, places = {}) {  // no register holds what was loaded early while sums need them all
     if (nth * gridDim.x >= units.all) {
@@ -312,7 +376,7 @@ __device__ inline void send_combine(const CombineArguments& a, std::uint32_t ste
       send_strips<T, kMappedOnly, kVectors>(a, step, unit - units.headers, units, places, loaded, own, s);
     else if (unit < units.headers && may_store(s, own))
       send_combine_header<kMappedOnly>(a, step, k.order[unit], s, units.runs);
-    nth = of_first_lane([&] { return own ? senders + atomicAdd(&s.sent, 1u) : nth + 1; });
+    nth = next();
   }
 }
 

@@ -49,6 +49,11 @@ DispatchHooks dispatch_hooks(const Common& k, std::uint32_t* words) {
   return {words, words + hook_arrived_at(k.c), hook_words(k.c), k.parts};
 }
 
+// Rows that a rank receives, if all send it the number of tokens that it sends.
+std::uint64_t likely_rows(const CombineArguments& a) {
+  return std::uint64_t{a.tokens} * std::min(a.common.c.world, a.common.c.top_k);
+}
+
 }  // namespace
 
 std::uint32_t Exchange::large_dispatch() const {
@@ -87,7 +92,7 @@ PieceArguments Exchange::pieces_of(const Launch& launch) const {
 
 // Small steps have narrower strips, and rows of Compact may have longer ones.
 Strips Exchange::sent_strips(const CombineArguments& a) const {
-  const std::uint64_t rows = std::uint64_t{a.tokens} * std::min(common_.c.world, common_.c.top_k);
+  const std::uint64_t rows = likely_rows(a);
   const std::uint32_t bytes = common_.row_bytes, blocks = common_.combine_blocks;
   const bool copied = common_.c.layout == LayoutKind::Compact, mapped_only = is_mapped_only(a);
   const Strips few(bytes, kSentVectorsOfFew);
@@ -276,6 +281,7 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   a.relays = relays_;
   add_nodes(a);
   a.sent = sent_strips(a);
+  if (sends_few(likely_rows(a), a.sent.strips, common_.combine_blocks)) a.rows_ahead = likely_rows(a);
   const bool large = (pieces || !a.release) && a.own >= common_.word_rows;
   a.received_in = Strips(common_.row_bytes, received_vectors(a.sent.vectors));
   if (large) ++large_combines_;

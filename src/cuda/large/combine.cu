@@ -130,7 +130,7 @@ __global__ void __launch_bounds__(How::kThreads, 1) combine(const __grid_constan
   const std::uint32_t warp = threadIdx.x / 32;
   s.prepare(warp);
   std::uint32_t step = 0;
-  if (!begin_combine(a, step, 0, s)) return;
+  if (!begin_combine(a, step, 0, s, [] {})) return;
   time.keep(Op::Combine, step, a.send, a.recv);
   if (a.recv) begin_to_close(k, step);
   count_step(a, s.rows_begin);

@@ -116,7 +116,7 @@ struct CombineExtras<false> {
       const std::uint32_t next = claim_slice(k, step, units);
       if (unit < others)
         send_slice_header(a, step, member(k, k.slice.number + 1 + unit));
-      else if (!receive_strip<T, true, false, kReceivedVectors>(a, step, unit - others, load_token_row(a, unit - others)))
+      else if (!receive_strip<T, true, false, kReceivedVectors>(a, step, unit - others, load_token_row(a, unit - others), [] {}))
         return false;
       unit = next;
     }
