@@ -6,6 +6,8 @@ are tables in this file:
 
   loads   In plain kernels of few tokens no load from global memory, and no atomic operation that returns something, is waited for
           before the thread block's first barrier, except those that MAY_WAIT names; and those for one round trip of memory.
+  looks   In plain kernels of few tokens a wait for what others store (await_vec16s) has all loads of a look on their way before it
+          uses one. For want of predicates the compiler would check the first ones before it loads the others.
   sizes   Code, registers, stack and spills are at most what BOUNDS says.
   traps   There are none: the compiler puts one where all that follows is undefined, say behind a reference to a host constant.
 
@@ -62,33 +64,33 @@ class Sizes:
 # bounds leave a thread 96 registers in dispatch and in sums, 168 in other kernels of combine. `--show` prints the sizes, `--bounds`
 # a new table.
 BOUNDS: dict[str, Sizes] = {
-    "decode::dispatch<Quantised<2>, true, false>": Sizes(117760, 96, 96, 8, 8),
-    "decode::dispatch<Quantised<4>, true, false>": Sizes(118784, 96, 96, 8, 8),
-    "decode::dispatch<AsIs, true, false>": Sizes(114688, 96, 96, 8, 8),
+    "decode::dispatch<Quantised<2>, true, false>": Sizes(117760, 96, 96, 16, 20),
+    "decode::dispatch<Quantised<4>, true, false>": Sizes(118784, 96, 96, 16, 20),
+    "decode::dispatch<AsIs, true, false>": Sizes(114688, 96, 96, 16, 20),
     "decode::combine<Float32, true, 4, false>": Sizes(65536, 168, 80, 0, 0),
     "decode::combine<Float32, true, 2, false>": Sizes(58368, 113, 80, 0, 0),
     "decode::combine<Float16, true, 4, false>": Sizes(72704, 168, 80, 0, 0),
     "decode::combine<Float16, true, 2, false>": Sizes(63488, 127, 80, 0, 0),
     "decode::combine<BFloat16, true, 4, false>": Sizes(72704, 168, 80, 0, 0),
     "decode::combine<BFloat16, true, 2, false>": Sizes(63488, 127, 80, 0, 0),
-    "decode::dispatch<Quantised<2>, false, true>": Sizes(363520, 96, 368, 92, 256),
-    "decode::dispatch<Quantised<4>, false, true>": Sizes(366592, 96, 416, 552, 488),
-    "decode::dispatch<AsIs, false, true>": Sizes(359424, 96, 368, 216, 272),
-    "decode::dispatch<Quantised<2>, true, true>": Sizes(230400, 96, 240, 156, 132),
-    "decode::dispatch<Quantised<4>, true, true>": Sizes(230400, 96, 240, 156, 132),
-    "decode::dispatch<AsIs, true, true>": Sizes(227328, 96, 240, 156, 132),
+    "decode::dispatch<Quantised<2>, false, true>": Sizes(375808, 96, 368, 60, 180),
+    "decode::dispatch<Quantised<4>, false, true>": Sizes(378880, 96, 400, 204, 196),
+    "decode::dispatch<AsIs, false, true>": Sizes(371712, 96, 368, 52, 76),
+    "decode::dispatch<Quantised<2>, true, true>": Sizes(230400, 96, 224, 28, 32),
+    "decode::dispatch<Quantised<4>, true, true>": Sizes(230400, 96, 224, 28, 32),
+    "decode::dispatch<AsIs, true, true>": Sizes(227328, 96, 224, 28, 32),
     "decode::combine<Float32, false, 4, true>": Sizes(333824, 168, 160, 0, 0),
     "decode::combine<Float16, false, 4, true>": Sizes(372736, 168, 176, 0, 0),
-    "decode::combine<BFloat16, false, 4, true>": Sizes(371712, 168, 192, 8, 0),
+    "decode::combine<BFloat16, false, 4, true>": Sizes(371712, 168, 176, 0, 0),
     "decode::combine<Float32, true, 4, true>": Sizes(149504, 168, 144, 0, 0),
     "decode::combine<Float16, true, 4, true>": Sizes(162816, 168, 160, 0, 0),
     "decode::combine<BFloat16, true, 4, true>": Sizes(162816, 168, 160, 0, 0),
-    "large::dispatch<Quantised<2>, false, false>": Sizes(460800, 128, 176, 160, 120),
-    "large::dispatch<Quantised<2>, true, false>": Sizes(558080, 128, 160, 112, 76),
-    "large::dispatch<Quantised<4>, false, false>": Sizes(404480, 128, 176, 160, 120),
-    "large::dispatch<Quantised<4>, true, false>": Sizes(499712, 128, 176, 136, 80),
-    "large::dispatch<AsIs, false, false>": Sizes(378880, 128, 192, 192, 128),
-    "large::dispatch<AsIs, true, false>": Sizes(474112, 128, 176, 148, 84),
+    "large::dispatch<Quantised<2>, false, false>": Sizes(476160, 128, 176, 144, 92),
+    "large::dispatch<Quantised<2>, true, false>": Sizes(558080, 128, 160, 100, 68),
+    "large::dispatch<Quantised<4>, false, false>": Sizes(416768, 128, 176, 164, 96),
+    "large::dispatch<Quantised<4>, true, false>": Sizes(499712, 128, 176, 112, 64),
+    "large::dispatch<AsIs, false, false>": Sizes(391168, 128, 192, 172, 104),
+    "large::dispatch<AsIs, true, false>": Sizes(474112, 128, 192, 124, 68),
     "large::dispatch<Quantised<2>, true, true>": Sizes(502784, 128, 224, 128, 80),
     "large::dispatch<Quantised<4>, true, true>": Sizes(444416, 128, 176, 48, 32),
     "large::dispatch<AsIs, true, true>": Sizes(419840, 128, 176, 48, 32),
@@ -305,6 +307,37 @@ def check_loads(kernel: Kernel, rules: dict[str, tuple[MayWait, ...]], used: set
     return wrong
 
 
+def look_of(load: sass.Instruction) -> tuple[sass.Line, ...]:
+    """The call of await_vec16s() that it is part of, and what that is inlined at."""
+    for i, (path, line) in enumerate(load.lines):
+        if Path(path).name == "arrival.cuh" and "look(" in lines_of(path)[line - 1]:
+            return load.lines[i:]
+    return ()
+
+
+def check_looks(function: sass.Function) -> list[str]:
+    wrong = []
+    loaded: dict[str, sass.Instruction] = {}  # the last load of a look into each register, on the way that falls through
+    used: dict[tuple[sass.Line, ...], sass.Instruction] = {}  # in this stretch of straight code
+    labels = set(function.labels.values())
+    for i, at in enumerate(function.instructions):
+        before = function.instructions[i - 1]
+        if i in labels or before.name == "BRA":
+            used.clear()
+        if before.name in {"BRA", "EXIT", "RET"} and not before.guard and len(before.operands) < 2:
+            loaded.clear()
+        written, read = sass.split(at)
+        look = look_of(at) if sass.is_load(at) else ()
+        if look in used:
+            wrong.append(f"{at}\n    {place(at)}\n    comes after `{used[look]}`, which waits for another load of the same look")
+        used |= {look_of(loaded[register]): at for register in read & loaded.keys()}
+        for register in written:
+            loaded.pop(register, None)
+            if look:
+                loaded[register] = at
+    return wrong
+
+
 def check_traps(function: sass.Function) -> list[str]:
     """Where the compiler sees that what comes next means nothing, it puts a trap in its place, and says nothing."""
     return [f"{at}\n    {place(at)}\n    a trap" for at in function.instructions if at.name == "BPT"]
@@ -330,7 +363,7 @@ def check(
             continue
         found = check_sizes(kernel.sizes, bounds[kernel.name]) + check_traps(kernel.function)
         if kernel.is_mapped_only:
-            found += check_loads(kernel, may_wait, used)
+            found += check_loads(kernel, may_wait, used) + check_looks(kernel.function)
         wrong += [f"{kernel.name}: {what}" for what in found]
     if not whole:
         return wrong

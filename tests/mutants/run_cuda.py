@@ -74,8 +74,8 @@ MUTANTS = [
     Mutant(
         "a row of a dispatch is not looked at for blank",
         DISPATCH_RECV,
-        "if ((bits >> j & 1) != 0 && !is_blank(payload[j])) missing &= ~(1u << j);",
-        "if ((bits >> j & 1) != 0) missing &= ~(1u << j);",
+        "not_there |= (is_blank(payload[j]) ? 1u : 0u) << j;",
+        "not_there |= (is_blank(payload[j]) ? 0u : 0u) << j;",
         "what has not come yet is placed as it is",
     ),
     Mutant(
@@ -102,8 +102,8 @@ MUTANTS = [
     Mutant(
         "the tag of a route is not looked at",
         DISPATCH_RECV,
-        "if ((bits >> kRoute & 1) != 0 && is_tagged(k, route, step)) missing",
-        "if ((bits >> kRoute & 1) != 0) missing",
+        "(is_tagged(k, route, step) ? 0u : 1u) << kRoute;",
+        "(is_tagged(k, route, step) ? 0u : 0u) << kRoute;",
         "a row goes where one of an earlier step went",
     ),
     Mutant(
@@ -181,8 +181,8 @@ MUTANTS = [
     Mutant(
         "only the first piece of a lane is waited for",
         COMBINE_RECV,
-        "if ((bits >> (i * kVectors + j) & 1) != 0 && !is_blank(v[i][j])) missing &= ~(1u << (i * kVectors + j));",
-        "if ((bits >> (i * kVectors + j) & 1) != 0 && (j != 0 || !is_blank(v[i][j]))) missing &= ~(1u << (i * kVectors + j));",
+        "blank |= (is_blank(v[i][j]) ? 1u : 0u) << (i * kVectors + j);",
+        "blank |= (j == 0 && is_blank(v[i][j]) ? 1u : 0u) << (i * kVectors + j);",
         "the other pieces of its strip travel on their own, and may come later",
     ),
     Mutant(

@@ -256,6 +256,20 @@ def test_a_load_that_may_be_waited_for_along_with_another(source: str) -> None:
     assert "waits for scoreboard 0" in machine_code.check([alone], {alone.name: SIZES}, rules)[0]
 
 
+def test_loads_of_a_look(tmp_path: Path) -> None:
+    path = tmp_path / "arrival.cuh"
+    path.write_text("if (look(true)) return;\nelse\n  look(false);\n")
+    first, second = Row(LOAD, 0), Row("LDG.E R8, desc[UR4][R2.64+0x10]", 1)
+    use = Row("ISETP.EQ.AND P0, PT, R4, -0x1, PT", waits=(0,))
+    assert machine_code.check_looks(function(first, second, use, file=str(path))) == []
+    (said,) = machine_code.check_looks(function(first, use, second, file=str(path)))
+    assert "0x0020 LDG.E R8" in said and "comes after `0x0010 ISETP" in said
+    other = second._replace(line=3)
+    assert machine_code.check_looks(function(first, use, other, file=str(path))) == []
+    assert machine_code.check_looks(function(first, use, "later:", second, file=str(path))) == []
+    assert machine_code.check_looks(function(first, "BRA `(later)", use, "later:", second, file=str(path))) == []
+
+
 def test_sizes() -> None:
     good = kernel(Row(LOAD, 0), BARRIER)
     assert machine_code.check([good], {good.name: SIZES}, {}) == []

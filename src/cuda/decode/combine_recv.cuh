@@ -42,7 +42,7 @@ template <int kVectors>
 struct ArrivingStrips {
   static constexpr int kRows = 4;
   std::uint32_t begin, end;  // begin: this lane's
-  uint4 v[kRows][kVectors];
+  uint4 v[kRows][kVectors] = {};
   char* row[kRows];
   std::uint32_t there = 0;  // rows of remote blocks, whose places need not be blank again: a bit each
   std::uint32_t missing = 0;  // vec16s, a bit each
@@ -57,11 +57,13 @@ struct ArrivingStrips {
 #pragma unroll
       for (int j = 0; j < kVectors; ++j)
         if ((bits >> (i * kVectors + j) & 1) != 0) v[i][j] = load_vec16(row[i] + begin + j * 512);
+    // All are checked, asked for or not: for want of predicates the compiler would wait for one before it loads the others.
+    std::uint32_t blank = 0;
 #pragma unroll
     for (int i = 0; i < kRows; ++i)
 #pragma unroll
-      for (int j = 0; j < kVectors; ++j)
-        if ((bits >> (i * kVectors + j) & 1) != 0 && !is_blank(v[i][j])) missing &= ~(1u << (i * kVectors + j));
+      for (int j = 0; j < kVectors; ++j) blank |= (is_blank(v[i][j]) ? 1u : 0u) << (i * kVectors + j);
+    missing &= blank;
     return (missing & bits) == 0;
   }
   __device__ void make_places_blank() const {

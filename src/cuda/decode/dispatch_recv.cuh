@@ -14,7 +14,7 @@ struct ArrivedPart {
   const char* row;
   std::uint32_t begin, end;  // bytes of payload; begin: this lane's
   bool full;  // every lane has all vectors
-  uint4 payload[kVectors], scale, route;
+  uint4 payload[kVectors] = {}, scale = {}, route = {};
   std::uint32_t wanted = 0, missing = 0;  // a bit each
 
   __device__ ArrivedPart(const Common& k, const char* row, std::uint32_t part) : row(row) {
@@ -30,27 +30,31 @@ struct ArrivedPart {
     missing = wanted;
   }
   __device__ const char* scale_at(const Common& k) const { return row + k.dispatch.scales_at + threadIdx.x % 32 * 16; }
-  // Those of `bits`.
+  // Loads those of `bits`. Mostly that is all of them: then no load has a predicate, of which there are too few, and lanes that want less
+  // load what others do.
   __device__ void load(const Common& k, std::uint32_t bits) {
+    const char* const route_at = row + k.dispatch.route_at + min(threadIdx.x % 32, k.c.top_k - 1) * 16;
     if (full && bits == wanted) {
 #pragma unroll
       for (std::uint32_t j = 0; j < kVectors; ++j) payload[j] = load_vec16(row + begin + j * 512);
-    } else {
-#pragma unroll
-      for (std::uint32_t j = 0; j < kVectors; ++j)
-        if ((bits >> j & 1) != 0) payload[j] = load_vec16(row + begin + j * 512);
+      scale = load_vec16((bits >> kScale & 1) != 0 ? scale_at(k) : route_at);
+      route = load_vec16(route_at);
+      return;
     }
+#pragma unroll
+    for (std::uint32_t j = 0; j < kVectors; ++j)
+      if ((bits >> j & 1) != 0) payload[j] = load_vec16(row + begin + j * 512);
     if ((bits >> kScale & 1) != 0) scale = load_vec16(scale_at(k));
-    if ((bits >> kRoute & 1) != 0) route = load_vec16(row + k.dispatch.route_at + threadIdx.x % 32 * 16);
+    if ((bits >> kRoute & 1) != 0) route = load_vec16(route_at);
   }
   __device__ bool look(const Common& k, std::uint32_t step, bool all) {
     const std::uint32_t bits = looked_at(missing, all);
     load(k, bits);
+    std::uint32_t not_there = 0;  // all are checked, asked for or not: see ArrivingStrips
 #pragma unroll
-    for (std::uint32_t j = 0; j < kVectors; ++j)
-      if ((bits >> j & 1) != 0 && !is_blank(payload[j])) missing &= ~(1u << j);
-    if ((bits >> kScale & 1) != 0 && !is_blank(scale)) missing &= ~(1u << kScale);
-    if ((bits >> kRoute & 1) != 0 && is_tagged(k, route, step)) missing &= ~(1u << kRoute);
+    for (std::uint32_t j = 0; j < kVectors; ++j) not_there |= (is_blank(payload[j]) ? 1u : 0u) << j;
+    not_there |= (is_blank(scale) ? 1u : 0u) << kScale | (is_tagged(k, route, step) ? 0u : 1u) << kRoute;
+    missing &= not_there;
     return (missing & bits) == 0;
   }
   __device__ void make_places_blank(const Common& k) const {
