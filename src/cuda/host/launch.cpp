@@ -281,7 +281,8 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   a.relays = relays_;
   add_nodes(a);
   a.sent = sent_strips(a);
-  if (sends_few(likely_rows(a), a.sent.strips, common_.combine_blocks)) a.rows_ahead = likely_rows(a);
+  const std::uint64_t likely = likely_rows(a);
+  if (sends_few(likely, a.sent.strips, common_.combine_blocks)) a.rows_ahead = static_cast<std::uint32_t>(likely);
   const bool large = (pieces || !a.release) && a.own >= common_.word_rows;
   a.received_in = Strips(common_.row_bytes, received_vectors(a.sent.vectors));
   if (large) ++large_combines_;

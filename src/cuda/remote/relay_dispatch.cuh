@@ -160,7 +160,7 @@ static __device__ __noinline__ bool pass_on_node(const DispatchArguments& a, std
     if (!is_remote(k, source) || (k.dead >> source & 1) != 0) continue;
     see_it_leave(k, step, Op::Weights, Phase::Weights, source);
     wait_and_count(k, arrival(k, step, Signal::Dispatch, source), Phase::DispatchRecv, step, rank_of_holder(r, source), begun,
-                kRelaysSooner);
+                   kRelaysSooner);
   }
   __syncwarp();
 }
