@@ -201,6 +201,8 @@ __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t 
     }
   }
   receive_headers<kMappedOnly>(a, step);
+  constexpr int kWide = kMappedOnly && kVectors == kReceivedVectors ? kReceivedVectorsOfCopies : kVectors;
+  const bool wide = kWide > kVectors && a.received_in.vectors > kVectors;
   const std::uint32_t units = a.release ? 0 : a.own * a.received_in.strips;
   std::uint32_t nth = first_of_warp(), unit = receive_unit(nth), entry = s.entries[threadIdx.x];
   while (nth * gridDim.x < units) {
@@ -211,7 +213,8 @@ __device__ inline void receive_combine(const CombineArguments& a, std::uint32_t 
     };
     if (unit >= units)
       take_next();
-    else if (!receive_strip<T, false, kMappedOnly, kVectors>(a, step, unit, entry, take_next))
+    else if (!(wide ? receive_strip<T, false, kMappedOnly, kWide>(a, step, unit, entry, take_next)
+                    : receive_strip<T, false, kMappedOnly, kVectors>(a, step, unit, entry, take_next)))
       return;
   }
 }

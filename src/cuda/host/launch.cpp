@@ -285,7 +285,9 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   if (sends_few(likely, a.sent.strips, common_.combine_blocks)) a.rows_ahead = static_cast<std::uint32_t>(likely);
   const bool large = (pieces || !a.release) && a.own >= common_.word_rows;
   a.received_in = Strips(common_.row_bytes, received_vectors(a.sent.vectors));
-  if (large) ++large_combines_;
+  const bool copied = common_.c.layout == LayoutKind::Compact && is_mapped_only(a);
+  if (copied && !sends_few(a.own, a.received_in.strips, 2 * common_.combine_blocks))
+    a.received_in = Strips(common_.row_bytes, kReceivedVectorsOfCopies);
   a.sums_own = large && is_mapped_only(a) && a.send && a.recv && !pieces;
   if (pieces) a.pieces = pieces_of(launch);
   if (pieces && !a.recv) a.pieces.end = kPlaces;
