@@ -29,7 +29,7 @@ import training_cases
 from carried import Carried
 from cases import DTYPES, Case, bits
 from rank_cases import Runner
-from reference import same_bits
+from reference import quantise, same_bits
 
 import pplx_comm as pc
 from pplx_comm import trace
@@ -234,6 +234,26 @@ def rows_that_look_blank(me: Any, case: Case, steps: int) -> None:
                 for row in range(begin, begin + n):
                     source, token = int(d.src_rank[row]), int(d.src_token[row])
                     assert torch.equal(rows[row], bits[source][token]), (row, source, token)
+            d.release()
+            a2a.check()
+
+
+def blocks_of_any_magnitude(me: Any, case: Case, steps: int) -> None:
+    """One rank and one expert. A block's largest number has any bits, and nearly any exponent: two divisions make its scale."""
+    g = torch.Generator().manual_seed(case.seed)
+    device, n = gpu_of(me), case.max_tokens
+    ids = torch.zeros(n, 1, dtype=torch.int64, device=device)
+    with rank_cases.open_all_to_all(me, case, device=str(device)) as a2a:
+        for _ in range(steps):
+            powers = torch.randint(-130, 125, (n, case.hidden // 128, 1), generator=g).double().exp2()
+            x = (torch.randn(n, case.hidden // 128, 128, generator=g) * powers).float().view(n, case.hidden)
+            codes, scale = quantise(x)
+            d = a2a.dispatch(x.to(device), ids)
+            settle()
+            token = d.src_token[:n].long().cpu()
+            assert d.scale is not None
+            assert same_bits(d.x[:n].cpu(), codes[token])
+            assert same_bits(d.scale[:n].cpu(), scale[token])
             d.release()
             a2a.check()
 

@@ -111,6 +111,13 @@ def test_numbers_that_are_nan_or_infinite(crew: Crews, wire: str, dtype: str) ->
         crew.run("gpu_cases:both_devices", case, 3, odd=True)
 
 
+@pytest.mark.parametrize("large", ["1", "100000"], ids=["large", "few"])
+def test_blocks_of_any_magnitude(large: str) -> None:
+    with Crew(1, {"PPLX_COMM_LARGE_TOKENS": large}) as crew:
+        case = Case(seed(), 1, num_experts=1, top_k=1, hidden=7168, max_tokens=1024, wire="fp8", dtype="float32", align=1)
+        crew.run("gpu_cases:blocks_of_any_magnitude", case, 4)
+
+
 @pytest.mark.parametrize("wire", ["native", "fp8"])
 def test_rows_that_look_blank(crew: Crews, wire: str) -> None:
     case = Case(seed(), crew.world_size, num_experts=16, top_k=4, hidden=7168, max_tokens=64, wire=wire)

@@ -52,6 +52,16 @@ struct Narrow {
   __device__ static uint4 sum_of_two(const uint4& a, const uint4& b) {
     return by_words(a, b, [](std::uint32_t x, std::uint32_t y) { return sum_of_pairs(x, y, T::pair(0.0f, 0.0f)); });
   }
+  // The largest magnitudes of both, one in each half: an order of bits.
+  __device__ static std::uint32_t largest(std::uint32_t most, const uint4& v) {
+    constexpr std::uint32_t kMagnitudes = 0x7fff7fffu;
+    return __vmaxu2(__vmaxu2(most, __vmaxu2(v.x & kMagnitudes, v.y & kMagnitudes)), __vmaxu2(v.z & kMagnitudes, v.w & kMagnitudes));
+  }
+  // The larger of the halves, as a float's bits.
+  __device__ static std::uint32_t bits_of_largest(std::uint32_t most) {
+    const float2 both = T::floats(most);
+    return max(__float_as_uint(both.x), __float_as_uint(both.y));
+  }
 };
 
 struct BFloat16 : Narrow<BFloat16> {
@@ -78,6 +88,11 @@ struct Float32 {
     f[2] = __uint_as_float(v.z);
     f[3] = __uint_as_float(v.w);
   }
+  __device__ static std::uint32_t largest(std::uint32_t most, const uint4& v) {
+    constexpr std::uint32_t kMagnitude = 0x7fffffffu;
+    return max(max(most, max(v.x & kMagnitude, v.y & kMagnitude)), max(v.z & kMagnitude, v.w & kMagnitude));
+  }
+  __device__ static std::uint32_t bits_of_largest(std::uint32_t most) { return most; }
   __device__ static uint4 pack(const float* f) {
     return make_uint4(__float_as_uint(f[0]), __float_as_uint(f[1]), __float_as_uint(f[2]), __float_as_uint(f[3]));
   }

@@ -33,7 +33,7 @@ __device__ inline void await(std::uint32_t barrier) { barrier_sync<kSendersAndPu
 
 // A unit whose payload is on its way, as the publisher finds it.
 struct StoredUnit {
-  char* row[kMostTokensOfUnit][kMaxTopK];  // each token's, ranks ascending
+  char* row[kMostTokensOfUnit][kMaxTopK];  // each token's, in the order of ranks_before()
   std::uint32_t rank[kMostTokensOfUnit][kMaxTopK];
   unsigned long long ranks[kMostTokensOfUnit];  // that want the token, a bit each
   std::uint32_t first_row[kMaxPeers];  // the unit's, for a peer, if it has any; of remote ones
@@ -243,7 +243,7 @@ __device__ inline void find_rows(const DispatchArguments& a, std::uint32_t nth, 
     std::uint32_t earlier = 0;
     for (std::uint32_t j = 0; j < nth; ++j) earlier += unit.ranks[j] >> rank & 1;
     if (kMappedOnly || a.ids != nullptr) t.row[i] = s.plan.rows_before[rank] + earlier;
-    const std::uint32_t place = t.nth(rank);
+    const std::uint32_t place = ranks_before<kMappedOnly>(k, t.ranks, rank);
     unit.row[nth][place] = s.rows_at[rank] + std::uint64_t{t.row[i]} * k.dispatch.row_bytes;
     unit.rank[nth][place] = rank;
     unit.by_word[nth][place] = t.row[i] >= k.showing_rows;
@@ -261,6 +261,7 @@ __device__ inline void send_tokens(const DispatchArguments& a, std::uint32_t ste
   const bool counts = kMappedOnly || a.ids != nullptr;
   // Parts of tokens that are on their way in while one is stored.
   constexpr int kAhead = kMappedOnly && sizeof(Payload<Mode>) <= kBytesOfPart ? kPartsAhead : 1;
+  constexpr int kRowsTogether = kMappedOnly ? 2 : 1;  // the general kernel has no registers for more
   Payload<Mode> ahead[kAhead];
   std::uint32_t asked = 0, asked_at = 0;  // token and byte of the last of them
   const auto ask = [&](Payload<Mode>& part) {
@@ -282,21 +283,21 @@ __device__ inline void send_tokens(const DispatchArguments& a, std::uint32_t ste
   sync_senders();
   if (planned < n) {
     if (counts) count_earlier(a, planned, s.plan, experts, t);
-    visit_in_order<kMappedOnly>(k, t.ranks, [&](std::uint32_t rank) {
-      write_route(a, step, first + planned, rank, t, unit.row[planned][t.nth(rank)]);
-    });
+#pragma unroll 1
+    for (std::uint32_t d = 0; d < t.count(); ++d) write_route(a, step, first + planned, unit.rank[planned][d], t, unit.row[planned][d]);
     if (counts) keep_in_plan(a, first + planned, t);
   }
 #pragma unroll 1
   for (std::uint32_t i = 0, at = 0;;) {
-    const auto ranks = static_cast<typename PlannedToken<kMappedOnly>::Ranks>(unit.ranks[i]);
+    const std::uint32_t rows = count_ranks(static_cast<typename PlannedToken<kMappedOnly>::Ranks>(unit.ranks[i]));
     ask(ahead[kAhead - 1]);
     Payload<Mode>& payload = early.payload;
     if (!payload.shows(k.payload_bytes, at)) unit.looks_blank[i] = true;
-    visit_in_order<kMappedOnly>(k, ranks, [&](std::uint32_t rank) {
-      fuzz_delay(k, std::uint64_t{step} << 32 | rank << 24 | at);
-      payload.store(k, unit.row[i][count_ranks_below(ranks, rank)], k.payload_bytes, at);
-    });
+#pragma unroll kRowsTogether
+    for (std::uint32_t d = 0; d < rows; ++d) {
+      fuzz_delay(k, std::uint64_t{step} << 32 | unit.rank[i][d] << 24 | at);
+      payload.store(k, unit.row[i][d], k.payload_bytes, at);
+    }
     at += Payload<Mode>::kBytes;
     if (at >= k.payload_bytes) ++i, at = 0;
     if (i == n) break;

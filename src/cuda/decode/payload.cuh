@@ -59,24 +59,26 @@ struct Payload<Quantised<kElementBytes>> {
   __device__ Payload() {}
   __device__ void load(const Common&, const char* x, std::uint32_t bytes, std::uint32_t at) {
     const std::uint32_t first = at + threadIdx.x * 16;
+    const char* const from = x + std::uint64_t{first} * kElementBytes;
 #pragma unroll
     for (std::uint32_t i = 0; i < kLoads; ++i) {
       raw[i] = make_uint4(0, 0, 0, 0);  // past the end: counts for no scale
-      const std::uint32_t element = first + i * 16 / kElementBytes;
-      if (element < bytes) raw[i] = load_input(x + std::uint64_t{element} * kElementBytes);
+      if (first + i * 16 / kElementBytes < bytes) raw[i] = load_input(from + i * 16);
     }
   }
 
   // Makes codes and scales of what was loaded.
   __device__ void prepare(const Common& k) {
     float f[16];
+    std::uint32_t largest = 0;
     with_type<kElementBytes>(k.c.dtype, [&](auto type) {
 #pragma unroll
-      for (std::uint32_t i = 0; i < kLoads; ++i) type.unpack(raw[i], f + i * 16 / kElementBytes);
+      for (std::uint32_t i = 0; i < kLoads; ++i) {
+        largest = type.largest(largest, raw[i]);
+        type.unpack(raw[i], f + i * 16 / kElementBytes);
+      }
+      largest = type.bits_of_largest(largest);
     });
-    std::uint32_t largest = 0;
-#pragma unroll
-    for (int i = 0; i < 16; ++i) largest = max(largest, __float_as_uint(f[i]) & 0x7fffffffu);
     largest = max(largest, __shfl_xor_sync(~0u, largest, 1));
     if (k.c.wire != Wire::MXFP8) {
       largest = max(largest, __shfl_xor_sync(~0u, largest, 2));

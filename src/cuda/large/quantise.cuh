@@ -33,7 +33,6 @@ class TileQuantiser {
  private:
   static constexpr std::uint32_t kVectors = kElementBytes;  // sixteen bytes each, of a lane in a pass
   static constexpr std::uint32_t kBlockLanes = 8;
-  static constexpr std::uint32_t kFloat = 0x7fffffffu, kHalves = 0x7fff7fffu;
   using Raw = uint4[kVectors];
 
   // Loads a lane's part of a pass. Past the end are zeros: they count for no scale. kFull: nothing is.
@@ -45,16 +44,11 @@ class TileQuantiser {
       raw[i] = kFull || element < elements ? *reinterpret_cast<const uint4*>(from + element * kElementBytes) : make_uint4(0, 0, 0, 0);
     }
   }
-  // The largest magnitude of this lane's, as bits; of narrow elements one in each half.
+  template <typename T>
   __device__ static std::uint32_t largest_of(const Raw& raw) {
     std::uint32_t most = 0;
 #pragma unroll
-    for (std::uint32_t i = 0; i < kVectors; ++i) {
-      if constexpr (kElementBytes == 4)
-        most = max(most, max(max(raw[i].x & kFloat, raw[i].y & kFloat), max(raw[i].z & kFloat, raw[i].w & kFloat)));
-      else
-        most = __vmaxu2(__vmaxu2(most, __vmaxu2(raw[i].x & kHalves, raw[i].y & kHalves)), __vmaxu2(raw[i].z & kHalves, raw[i].w & kHalves));
-    }
+    for (std::uint32_t i = 0; i < kVectors; ++i) most = T::largest(most, raw[i]);
     return most;
   }
 
@@ -65,7 +59,7 @@ class TileQuantiser {
     if constexpr (kElementBytes == 4) {
 #pragma unroll
       for (std::uint32_t p = 0; p < kPasses; ++p) {
-        std::uint32_t most = largest_of(loaded[p]);
+        std::uint32_t most = largest_of<T>(loaded[p]);
 #pragma unroll
         for (std::uint32_t i = 1; i < kBlockLanes; i *= 2) most = max(most, __shfl_xor_sync(~0u, most, i));
         if (p == mine) of_mine = most;
@@ -75,7 +69,7 @@ class TileQuantiser {
       // Two passes share a word.
 #pragma unroll
       for (std::uint32_t p = 0; p < kPasses; p += 2) {
-        const std::uint32_t even = largest_of(loaded[p]), odd = p + 1 < kPasses ? largest_of(loaded[p + 1 < kPasses ? p + 1 : p]) : 0;
+        const std::uint32_t even = largest_of<T>(loaded[p]), odd = p + 1 < kPasses ? largest_of<T>(loaded[p + 1 < kPasses ? p + 1 : p]) : 0;
         std::uint32_t most = __vmaxu2((even & 0xffffu) | odd << 16, even >> 16 | (odd & 0xffff0000u));
 #pragma unroll
         for (std::uint32_t i = 1; i < kBlockLanes; i *= 2) most = __vmaxu2(most, __shfl_xor_sync(~0u, most, i));

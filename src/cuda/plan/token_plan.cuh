@@ -194,18 +194,17 @@ __device__ inline void count_earlier(const DispatchArguments& a, std::uint32_t n
   for (std::uint32_t i = 0; i < nth * a.common.c.top_k; ++i) t.index += s.ids[i] == t.id;
 }
 
-// Calls visit(rank) for each of these ranks: remote ones first, whose way is longer; of each kind from rank + 1 on, itself last.
-template <bool kMappedOnly, typename Visit>
-__device__ inline void visit_in_order(const Common& k, typename PlannedToken<kMappedOnly>::Ranks ranks, const Visit& visit) {
-  using Ranks = typename PlannedToken<kMappedOnly>::Ranks;
-  const Ranks after = ~((Ranks{2} << k.c.rank) - 1);  // the last one's: none
-  while (ranks != 0) {
-    const Ranks kind = !kMappedOnly && (ranks & k.remote) != 0 ? static_cast<Ranks>(ranks & k.remote) : ranks;
-    const Ranks next = (kind & after) != 0 ? kind & after : kind;
-    const std::uint32_t rank = lowest_rank(next);
-    ranks &= ~(Ranks{1} << rank);
-    visit(rank);
+// Returns how many of a token's ranks it goes to before one of them: remote ones first, whose way is longer; of each kind from rank + 1
+// on, itself last.
+template <bool kMappedOnly, typename Ranks>
+__device__ inline std::uint32_t ranks_before(const Common& k, Ranks ranks, std::uint32_t rank) {
+  const Ranks below = (Ranks{1} << rank) - 1, after = ~((Ranks{2} << k.c.rank) - 1);  // the last one's: none
+  const Ranks before = rank > k.c.rank ? below & after : below | after;
+  if constexpr (!kMappedOnly) {
+    const Ranks remote = ranks & k.remote;
+    return (k.remote >> rank & 1) != 0 ? count_ranks(remote & before) : count_ranks(remote | (ranks & before));
   }
+  return count_ranks(ranks & before);
 }
 
 // Keeps what further dispatches, and this one's combine, need to know of a token: one warp.
