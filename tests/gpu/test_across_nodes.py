@@ -150,6 +150,7 @@ def test_cut_link(transport: str, how: str) -> None:
             assert not transport.startswith("proxy") or (" on " if how == "kill" else " over ") in r["message"], r
 
 
+@pytest.mark.skipif(GPUS < AT_ONCE < 4, reason="four ranks, and parts of a GPU for fewer: mps.py 4, or two GPUs")
 def test_gpus_that_do_not_reach_each_other() -> None:
     """They are remote to each other, also where only one of the two cannot; the others of the node map each other's memory."""
     with Crew(4) as crew:
