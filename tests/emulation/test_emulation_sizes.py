@@ -81,10 +81,10 @@ def test_ranks_agree_where_many_begin(few: Crews, tuned: list[int]) -> None:
             assert stats["large_tokens"] == 14, stats
 
 
-@pytest.mark.parametrize("own", ["", "7"])
-def test_where_many_begin(own: str) -> None:
-    """As the GPUs would have it, or as the variable says."""
-    with Crew(2, {"PPLX_COMM_LARGE_TOKENS": own}) as crew:
+@pytest.mark.parametrize(("own", "counted"), [("", "1"), ("7", "1"), ("7", "0")], ids=["", "7", "7-by-host"])
+def test_where_many_begin(own: str, counted: str) -> None:
+    """As the GPUs would have it, or as the variable says. Where kernels count nothing, the host counts launches."""
+    with Crew(2, {"PPLX_COMM_LARGE_TOKENS": own, "PPLX_COMM_STATS": counted}) as crew:
         case = Case(seed(), 2, num_experts=8, top_k=3, max_tokens=20, crowd="full", steps=4)
         for stats in crew.run("emulated:call", module(), "size_cases:agreed", case, [9, 30], timeout=60):
             assert stats["large_tokens"] == (7 if own else 30) and (stats["large_combines"] > 0) == bool(own), stats

@@ -45,7 +45,7 @@ inline constexpr std::uint32_t kCombineThreads = 32 * kCombineWarps;
 // there are warps for them; in larger steps a warp has two after each other, and looks the row's places up once.
 inline constexpr int kSentVectors = 4, kSentVectorsOfFew = 2, kReceivedVectors = 2, kReceivedVectorsOfFew = 1;
 constexpr int received_vectors(int sent) { return sent == kSentVectorsOfFew ? kReceivedVectorsOfFew : kReceivedVectors; }
-// Where rows are only copied, receivers have most of the work: once a warp has more than two strips, they are wider.
+// Copies leave most of the work to receivers: once a warp of theirs has more than two strips, these are wider.
 inline constexpr int kReceivedVectorsOfCopies = 4;
 inline constexpr std::uint32_t kStripsTogether = 2;
 // Rows of Compact are only copied, so a warp has all of a strip on its way before it stores any of it. copied_vectors: the least number of

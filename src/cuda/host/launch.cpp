@@ -288,6 +288,7 @@ void Exchange::combine(const Launch& launch, const ExpertOutputs& outputs, const
   const bool copied = common_.c.layout == LayoutKind::Compact && is_mapped_only(a);
   if (copied && !sends_few(a.own, a.received_in.strips, 2 * common_.combine_blocks))
     a.received_in = Strips(common_.row_bytes, kReceivedVectorsOfCopies);
+  if (large) ++large_combines_;
   a.sums_own = large && is_mapped_only(a) && a.send && a.recv && !pieces;
   if (pieces) a.pieces = pieces_of(launch);
   if (pieces && !a.recv) a.pieces.end = kPlaces;
